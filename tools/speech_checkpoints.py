@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from omnistage.hf import transformers
 from omnistage.models import _tiny_common as common
 from omnistage.models.speech_to_text import tiny as recognizers
 from omnistage.models.text_to_speech import tiny as speakers
+
+sys.path.insert(0, str(Path(__file__).parent))
+import speaker_checkpoints as more
+from listener_checkpoints import LISTENERS
 
 LETTERS = ["<pad>", "<s>", "</s>", "<unk>", "|", *"abcdefghijklmnopqrstuvwxyz'"]
 Build = Callable[[Path, str], None]
@@ -187,6 +192,7 @@ RECOGNIZERS: dict[str, Build] = {
     "speech_to_text": _speech_to_text,
     "speecht5": _speecht5_recognizer,
     "speech-encoder-decoder": _two_parts,
+    **LISTENERS,
 }
 
 
@@ -255,12 +261,22 @@ SPEAKERS: dict[str, Build] = {
     "bark": _bark,
     "musicgen": _musicgen,
     "musicgen_melody": _musicgen,
+    "dia": more.dia,
+    "higgs_audio_v2": more.higgs,
+    "pocket_tts": more.pocket,
+    "gradium_phonon_tts": more.pocket,
+    "vibevoice": more.vibevoice,
+    "seamless_m4t": more.seamless,
+    "seamless_m4t_v2": more.seamless,
 }
 
 
 def speak(model: Any, tokenizer: Any, folder: Path, text: str) -> torch.Tensor:
     """As transformers' documentation has it for each type."""
     name = type(model).__name__
+    if name in more.SPEAK:
+        said: torch.Tensor = more.SPEAK[name](model, folder, text)
+        return said
     if name == "BarkModel":
         settings = {"padding": "max_length", "max_length": 256, "add_special_tokens": False}
         inputs = tokenizer(

@@ -42,6 +42,7 @@ def test_texts_and_samples_that_differ_are_wrong() -> None:
     assert tool._same_texts(["a", "b"], ["a", "c"]) == "1 of 2 texts differ"
     assert tool._same_texts(["", ""], ["", ""])
     one = np.zeros(3, np.float32)
+    one[0] = 0.5
     assert tool._same_samples([one], [one]) == ""
     assert tool._same_samples([one], [one + 1e-4])
     assert tool._same_samples([one], [one[:2]])

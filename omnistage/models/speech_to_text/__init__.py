@@ -13,11 +13,21 @@ SEQ2SEQ = (
     "Speech2TextForConditionalGeneration",
     "SpeechT5ForSpeechToText",
     "SpeechEncoderDecoderModel",
+    "CanaryForConditionalGeneration",
+    "CohereAsrForConditionalGeneration",
+    "MoonshineStreamingForConditionalGeneration",
+    "SeamlessM4TForSpeechToText",
+    "SeamlessM4Tv2ForSpeechToText",
 )
+SEAMLESS = {
+    "SeamlessM4TModel": "SeamlessM4TForSpeechToText",
+    "SeamlessM4Tv2Model": "SeamlessM4Tv2ForSpeechToText",
+}
+"""Checkpoints of all tasks, and the part of them that writes speech down."""
 
 FAMILY = Family(
     name="speech_to_text",
-    architectures=(*SEQ2SEQ, "*ForCTC"),
+    architectures=(*SEQ2SEQ, *SEAMLESS, "*ForCTC"),
     pipeline=Path(__file__).with_name("pipeline.yaml"),
     components={"speech_to_text.recognize": lazy_factory("speech_to_text.load", "load_recognizer")},
     bridges={},

@@ -21,8 +21,18 @@ if TYPE_CHECKING:
 SAMPLE_RATE = 16_000
 _MAX_SECONDS, _MAX_WHISPER_SECONDS = 120.0, 7200.0
 """Of a clip: models that read it as a whole take memory with the square of its length."""
+_MAX_CUT_SECONDS = 900.0
+"""Of a clip that is cut into parts, which are a batch."""
 _MIN_SECONDS, _MIN_WHISPER_SECONDS = 0.1, 0.02
 """Whisper pads a clip; the convolutions of others need some samples."""
+_SHORT_CODES = {
+    **{"arb": "ar", "ben": "bn", "cat": "ca", "ces": "cs", "cmn": "zh", "cym": "cy", "dan": "da", "deu": "de"},
+    **{"eng": "en", "est": "et", "fin": "fi", "fra": "fr", "hin": "hi", "ind": "id", "ita": "it", "jpn": "ja"},
+    **{"kor": "ko", "mlt": "mt", "nld": "nl", "pes": "fa", "pol": "pl", "por": "pt", "ron": "ro", "rus": "ru"},
+    **{"slk": "sk", "spa": "es", "swe": "sv", "swh": "sw", "tel": "te", "tgl": "tl", "tha": "th", "tur": "tr"},
+    **{"ukr": "uk", "urd": "ur", "vie": "vi", "ell": "el", "heb": "he", "hun": "hu", "bul": "bg", "hrv": "hr"},
+}
+"""Of SeamlessM4T's languages, as OpenAI's clients write them."""
 _USE = "this model transcribes audio; send one clip to /v1/audio/transcriptions"
 
 
@@ -33,36 +43,59 @@ class RecognizerProcessor:
     audio_sample_rate = SAMPLE_RATE
 
     def __init__(
-        self, *, whisper: bool, languages: Mapping[str, str], multilingual: bool, aligned: bool = False
+        self,
+        *,
+        whisper: bool,
+        languages: Mapping[str, str],
+        multilingual: bool,
+        aligned: bool = False,
+        translates: bool = False,
+        max_seconds: float = _MAX_SECONDS,
     ) -> None:
         self._whisper = whisper
         self._languages = languages
         self._multilingual = multilingual
         self._aligned = aligned
+        self._translates = translates
+        self._max_seconds = max_seconds
 
     @classmethod
     def load(cls, folder: Path) -> RecognizerProcessor:
         config = read_auto_config(folder)
         check_rate(folder)
-        if config.model_type != "whisper":
-            return cls(whisper=False, languages={}, multilingual=False)
         settings = read_generation_config(folder)
+        if config.model_type != "whisper":
+            languages = _languages(config.model_type, settings)
+            translates = config.model_type in ("canary", "seamless_m4t", "seamless_m4t_v2")
+            longest = _MAX_CUT_SECONDS if config.model_type == "cohere_asr" else _MAX_SECONDS
+            return cls(
+                whisper=False,
+                languages=languages,
+                multilingual=bool(languages),
+                translates=translates,
+                max_seconds=longest,
+            )
         tokens = getattr(settings, "lang_to_id", None) or {}
         names = transformers.models.whisper.tokenization_whisper.LANGUAGES
         codes = [str(token).strip("<|>") for token in tokens]
         languages = {code: code for code in codes} | {names[code]: code for code in codes if code in names}
         multilingual = bool(getattr(settings, "is_multilingual", tokens))
         aligned = bool(getattr(settings, "alignment_heads", None))
-        return cls(whisper=True, languages=languages, multilingual=multilingual, aligned=aligned)
+        return cls(
+            whisper=True,
+            languages=languages,
+            multilingual=multilingual,
+            aligned=aligned,
+            translates=multilingual,
+            max_seconds=_MAX_WHISPER_SECONDS,
+        )
 
     @property
     def has_timestamps(self) -> bool:
         return self._whisper
 
     def clip_seconds(self) -> tuple[float, float]:
-        if self._whisper:
-            return _MIN_WHISPER_SECONDS, _MAX_WHISPER_SECONDS
-        return _MIN_SECONDS, _MAX_SECONDS
+        return (_MIN_WHISPER_SECONDS if self._whisper else _MIN_SECONDS), self._max_seconds
 
     def recognize(self, clip: AudioClip, options: TranscriptionOptions) -> SpeechInput:
         shortest = self.clip_seconds()[0]
@@ -73,7 +106,7 @@ class RecognizerProcessor:
         language = options.language
         if language is not None:
             language = self._language(language)
-        if options.translate and not (self._whisper and self._multilingual):
+        if options.translate and not self._translates:
             raise InvalidRequestError("this model does not translate; use /v1/audio/transcriptions", param="model")
         if options.timestamps and not self._whisper:
             raise InvalidRequestError(
@@ -89,7 +122,7 @@ class RecognizerProcessor:
         return SpeechInput(clip.samples, replace(options, language=language))
 
     def _language(self, name: str) -> str:
-        if not self._whisper or not self._multilingual:
+        if not self._multilingual:
             raise InvalidRequestError(
                 "this model has one language, which cannot be chosen; leave `language` out", param="language"
             )
@@ -115,6 +148,22 @@ class RecognizerProcessor:
 
     def voices(self) -> Sequence[str]:
         return ()
+
+
+def _languages(model_type: str, settings: Any) -> Mapping[str, str]:
+    """Codes by all the names that a request may use for them."""
+    names: Mapping[str, str] = {}
+    if model_type == "canary":
+        names = transformers.models.canary.processing_canary.LANGUAGE_CODE_TO_NAME
+    elif model_type == "cohere_asr":
+        spoken = transformers.models.whisper.tokenization_whisper.LANGUAGES
+        codes = sorted(transformers.models.cohere_asr.processing_cohere_asr.LANGUAGES)
+        names = {code: spoken.get(code, code) for code in codes}
+    elif model_type in ("seamless_m4t", "seamless_m4t_v2"):
+        codes = sorted(getattr(settings, "text_decoder_lang_to_code_id", None) or {})
+        short = {_SHORT_CODES[code]: code for code in codes if code in _SHORT_CODES}
+        return {code: code for code in codes} | short
+    return {code: code for code in names} | {name.lower(): code for code, name in names.items()}
 
 
 def check_rate(folder: Path) -> None:

@@ -17,7 +17,8 @@ from omnistage.core.transcripts import Transcript, TranscriptionOptions, Transcr
 from omnistage.core.types import RequestInfo, SpeechInput
 from omnistage.engines.codec.module import UNFINISHED, Job, JobResult, ModuleComponent, ModulePayload, Partial
 from omnistage.hf import transformers
-from omnistage.models.speech_to_text.paused import PausedCall
+from omnistage.models.paused import PausedCall
+from omnistage.models.speech_to_text.features import EarlyFeatures
 from omnistage.models.speech_to_text.processor import SAMPLE_RATE
 from omnistage.models.speech_to_text.words import split_words
 
@@ -197,6 +198,7 @@ class _Watch:
         self._paused = paused
         self._show = show
         self._count = 0
+        self._none = torch.zeros(0, dtype=torch.bool)
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **options: object) -> torch.Tensor:
         del scores, options
@@ -205,7 +207,9 @@ class _Watch:
         self._count += 1
         if self._count % _SLICE_TOKENS == 0:
             self._paused.pause()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        if len(self._none) != len(input_ids):
+            self._none = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        return self._none
 
 
 # ------------------------------------------------------------------------------------------------- the kinds
@@ -213,6 +217,24 @@ class _Watch:
 
 class WhisperRecognizer(Recognizer):
     """Clips of up to 30 seconds in one batch, longer ones, window by window, in another."""
+
+    def __init__(self, model: Any, processor: Any, device: torch.device) -> None:
+        super().__init__(model, processor, device)
+        self._early = EarlyFeatures(self._extract)
+
+    def group(self, job: Job) -> Hashable:
+        """Called once for each clip, as soon as it is there. Features of long ones would fill the memory meanwhile."""
+        if not self.in_windows(clip_of(job).samples):
+            self._early.begin(job.info.request_id, clip_of(job).samples)
+        return super().group(job)
+
+    def forget(self, request_id: str) -> None:
+        self._early.forget(request_id)
+        super().forget(request_id)
+
+    def close(self) -> None:
+        super().close()
+        self._early.close()
 
     def check(self, info: RequestInfo, params: CodecParams, payload: ModulePayload) -> None:
         """Refuse a prompt that `generate` would fail on."""
@@ -287,12 +309,15 @@ class WhisperRecognizer(Recognizer):
         frames: int = encoder.conv1.stride[0] * encoder.conv2.stride[0] * self.model.config.max_source_positions
         return frames
 
+    def _extract(self, clip: np.ndarray) -> Any:
+        options = {"sampling_rate": SAMPLE_RATE, "return_tensors": "pt", "return_attention_mask": True}
+        if self.in_windows(clip):
+            options |= {"truncation": False, "padding": "longest"}
+        return self.processor.feature_extractor(clip, **options)
+
     def _features(self, clips: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
         """Each clip by itself, then padded: a clip's last frames do not depend on its company."""
-        options = {"sampling_rate": SAMPLE_RATE, "return_tensors": "pt", "return_attention_mask": True}
-        if self.in_windows(clips[0]):
-            options |= {"truncation": False, "padding": "longest"}
-        found = [self.processor.feature_extractor(clip, **options) for clip in clips]
+        found = self._early.of(clips)
         rows = [one.input_features[0] for one in found]
         longest = max(row.shape[-1] for row in rows)
         features = torch.stack([torch.nn.functional.pad(row, (0, longest - row.shape[-1])) for row in rows])
@@ -330,17 +355,30 @@ class WhisperRecognizer(Recognizer):
 class SequenceRecognizer(Recognizer):
     """Any other encoder-decoder."""
 
+    def inputs(self, clips: Sequence[np.ndarray], options: TranscriptionOptions) -> dict[str, Any]:
+        """What `generate` is called with."""
+        del options
+        return extract(self.processor, clips)
+
+    def language(self, options: TranscriptionOptions) -> str:
+        """Of the text, where it is known."""
+        del options
+        return ""
+
+    def placed(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return place(inputs, self.device, self.model.dtype)
+
     def transcribe(self, clips: Sequence[np.ndarray], options: TranscriptionOptions, **hooks: Any) -> list[Transcript]:
-        inputs = extract(self.processor, clips, self.device, self.model.dtype)
+        inputs = self.placed(self.inputs(clips, options))
         if isinstance(self.model, transformers.GenerationMixin):
             inputs |= hooks
         output = self.model.generate(**inputs)
-        rows = getattr(output, "sequences", output)
-        return [self._transcript(clip, row) for clip, row in zip(clips, rows, strict=True)]
-
-    def _transcript(self, clip: np.ndarray, row: torch.Tensor) -> Transcript:
-        ids, text = row.tolist(), self.processor.batch_decode(row[None], skip_special_tokens=True)[0]
-        return Transcript(token_ids=tuple(ids), whole=text, seconds=len(clip) / SAMPLE_RATE)
+        rows, language = getattr(output, "sequences", output), self.language(options)
+        texts = [self.processor.batch_decode(row[None], skip_special_tokens=True)[0] for row in rows]
+        return [
+            Transcript(token_ids=tuple(row.tolist()), whole=text, seconds=len(clip) / SAMPLE_RATE, language=language)
+            for clip, row, text in zip(clips, rows, texts, strict=True)
+        ]
 
 
 class TransducerRecognizer(SequenceRecognizer):
@@ -367,7 +405,7 @@ class CTCRecognizer(ModuleComponent):
     @torch.inference_mode()
     def run(self, jobs: Sequence[Job]) -> list[JobResult]:
         clips = [clip_of(job).samples for job in jobs]
-        inputs = extract(self.processor, clips, self.device, self.model.dtype)
+        inputs = place(extract(self.processor, clips), self.device, self.model.dtype)
         ids = self.model(**inputs).logits.argmax(dim=-1)
         texts = self.processor.batch_decode(ids)
         seconds = len(clips[0]) / SAMPLE_RATE
@@ -379,10 +417,17 @@ class CTCRecognizer(ModuleComponent):
         ]
 
 
-def extract(processor: Any, clips: Sequence[np.ndarray], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def extract(processor: Any, clips: Sequence[np.ndarray]) -> dict[str, Any]:
     """The features of clips of one length, as the checkpoint's own extractor makes them."""
-    features = processor.feature_extractor(list(clips), sampling_rate=SAMPLE_RATE, return_tensors="pt")
-    return {
-        name: value.to(device, dtype) if value.is_floating_point() else value.to(device)
-        for name, value in features.items()
-    }
+    return dict(processor.feature_extractor(list(clips), sampling_rate=SAMPLE_RATE, return_tensors="pt"))
+
+
+def place(inputs: dict[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """The same, with its tensors where the model is, and in its precision."""
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.to(device, dtype) if value.is_floating_point() else value.to(device)
+
+    return {name: one(value) for name, value in inputs.items()}

@@ -1,4 +1,4 @@
-"""Text to speech in one shot: VITS and MMS-TTS, SpeechT5, Bark, MusicGen."""
+"""Text to speech: VITS, SpeechT5, Bark, Dia, Higgs Audio, Pocket TTS, Phonon, VibeVoice, SeamlessM4T, MusicGen."""
 
 from __future__ import annotations
 
@@ -15,9 +15,16 @@ FAMILY = Family(
         "BarkModel",
         "MusicgenForConditionalGeneration",
         "MusicgenMelodyForConditionalGeneration",
+        "DiaForConditionalGeneration",
+        "HiggsAudioV2ForConditionalGeneration",
+        "PocketTTSForConditionalGeneration",
+        "GradiumPhononTTSForConditionalGeneration",
+        "VibeVoiceForConditionalGeneration",
+        "SeamlessM4TForTextToSpeech",
+        "SeamlessM4Tv2ForTextToSpeech",
     ),
     pipeline=Path(__file__).with_name("pipeline.yaml"),
-    components={"text_to_speech.speak": lazy_factory("text_to_speech.synthesiser", "load_synthesiser")},
+    components={"text_to_speech.speak": lazy_factory("text_to_speech.load", "load_synthesiser")},
     bridges={},
     processor=lambda model: lazy("text_to_speech.processor", "SpeechProcessor.load")(model.folder),
     tiny=lazy("text_to_speech.tiny", "write"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from omnistage.core.types import TOKEN_IDS, Modality, ModuleInput, OmniTokensPro
 from omnistage.core.validation import is_utf8
 from omnistage.hf import transformers
 from omnistage.models.loading import read_auto_config
+from omnistage.models.text_to_speech import voices
 
 MAX_CHARS = 4096
 """Of a text, as OpenAI's speech endpoint has it."""
@@ -24,33 +26,19 @@ _BARK_TOKENS = 256
 _NOTHING = "nothing in this text can be spoken by this model; send some words in its language"
 
 
-class SpeechProcessor:
-    """Tokenises with the checkpoint's own tokenizer. The text is spoken as it is."""
+class TextReader(ABC):
+    """What speaks one text, as it is."""
 
     input_modalities = frozenset({Modality.TEXT})
 
-    def __init__(self, tokenizer: Any, voices: Sequence[str], options: Mapping[str, object], max_tokens: int) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, names: Sequence[str], max_tokens: int) -> None:
         self._lock = threading.Lock()  # some of these tokenizers are Python code with state
-        self._voices = tuple(voices)
-        self._options = options
+        self._voices = tuple(names)
         self._max_tokens = max_tokens
 
-    @classmethod
-    def load(cls, folder: Path) -> SpeechProcessor:
-        config = read_auto_config(folder)
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-            raise CheckpointError(f"no usable tokenizer in {folder}: {error}") from error
-        limit = getattr(config, "max_text_positions", None)  # of SpeechT5
-        if config.model_type == "bark":
-            # As transformers' processor of Bark has it: padded to what the model takes.
-            options = {"padding": "max_length", "max_length": _BARK_TOKENS, "add_special_tokens": False}
-            return cls(tokenizer, (), options, _BARK_TOKENS)
-        return cls(tokenizer, _voices(folder, config), {}, limit if isinstance(limit, int) else MAX_CHARS * 4)
+    @abstractmethod
+    def encode(self, text: str) -> Mapping[str, np.ndarray]:
+        """The model's inputs without their first dimension, the tokens as `TOKEN_IDS`. Called by one thread at a time."""
 
     def voices(self) -> Sequence[str]:
         return self._voices
@@ -63,17 +51,17 @@ class SpeechProcessor:
             raise InvalidRequestError("is not valid Unicode text", param="prompt")
         if len(prompt) > MAX_CHARS:
             raise PromptTooLongError(f"has {len(prompt)} characters, over the limit of {MAX_CHARS}", param="prompt")
-        with self._lock:
-            length = len(self._tokenizer(prompt, **{**self._options, "padding": False}).input_ids)
-            encoded = self._tokenizer(prompt, return_tensors="np", return_attention_mask=True, **self._options)
-        if length > self._max_tokens:
-            raise PromptTooLongError(
-                f"has {length} tokens, and the model takes {self._max_tokens}; shorten it", param="prompt"
-            )
-        ids = encoded["input_ids"][0].astype(np.int64)
-        if length == 0 or (len(set(ids.tolist())) < 2 and not prompt.strip().isalnum()):
+        if not prompt.strip():
             raise InvalidRequestError(_NOTHING, param="prompt")
-        return ModuleInput({TOKEN_IDS: ids, "attention_mask": encoded["attention_mask"][0].astype(np.int64)})
+        with self._lock:
+            arrays = self.encode(prompt)
+        return ModuleInput(arrays)
+
+    def check_length(self, tokens: int) -> None:
+        if tokens > self._max_tokens:
+            raise PromptTooLongError(
+                f"has {tokens} tokens, and the model takes {self._max_tokens}; shorten it", param="prompt"
+            )
 
     def chat(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> ModuleInput:
         parts = [part for message in messages for part in message.parts]
@@ -86,19 +74,54 @@ class SpeechProcessor:
         raise InvalidRequestError("this model takes text, not tokens", param="prompt")
 
 
+class SpeechProcessor(TextReader):
+    """Tokenises with the checkpoint's own tokenizer."""
+
+    def __init__(self, tokenizer: Any, names: Sequence[str], options: Mapping[str, object], max_tokens: int) -> None:
+        super().__init__(names, max_tokens)
+        self._tokenizer = tokenizer
+        self._options = options
+
+    @classmethod
+    def load(cls, folder: Path) -> TextReader:
+        """That of the checkpoint's type."""
+        config = read_auto_config(folder)
+        if config.model_type in ("dia", "higgs_audio_v2", "pocket_tts", "gradium_phonon_tts", "vibevoice"):
+            from omnistage.models.text_to_speech.prompted import load_prompted
+
+            return load_prompted(folder, config)
+        tokenizer = load_tokenizer(folder)
+        if config.model_type in ("seamless_m4t", "seamless_m4t_v2"):
+            from omnistage.models.text_to_speech.prompted import SeamlessProcessor
+
+            return SeamlessProcessor(tokenizer, voices.languages(folder), config.max_position_embeddings)
+        if config.model_type == "bark":
+            # As transformers' processor of Bark has it: padded to what the model takes.
+            options = {"padding": "max_length", "max_length": _BARK_TOKENS, "add_special_tokens": False}
+            return cls(tokenizer, (), options, _BARK_TOKENS)
+        limit = getattr(config, "max_text_positions", None)  # of SpeechT5
+        return cls(tokenizer, _voices(folder, config), {}, limit if isinstance(limit, int) else MAX_CHARS * 4)
+
+    def encode(self, text: str) -> Mapping[str, np.ndarray]:
+        length = len(self._tokenizer(text, **{**self._options, "padding": False}).input_ids)
+        self.check_length(length)
+        encoded = self._tokenizer(text, return_tensors="np", return_attention_mask=True, **self._options)
+        ids = encoded["input_ids"][0].astype(np.int64)
+        if length == 0 or (len(set(ids.tolist())) < 2 and not text.strip().isalnum()):
+            raise InvalidRequestError(_NOTHING, param="prompt")
+        return {TOKEN_IDS: ids, "attention_mask": encoded["attention_mask"][0].astype(np.int64)}
+
+
+def load_tokenizer(folder: Path) -> Any:
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise CheckpointError(f"no usable tokenizer in {folder}: {error}") from error
+
+
 def _voices(folder: Path, config: Any) -> tuple[str, ...]:
     if config.model_type == "vits":
         return tuple(map(str, range(config.num_speakers))) if config.num_speakers > 1 else ()
     if config.model_type != "speecht5":
         return ()
-    from safetensors import SafetensorError, safe_open
-
-    path = folder / SPEAKERS
-    try:
-        with safe_open(path, framework="np") as file:
-            return tuple(sorted(file.keys()))
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"SpeechT5 needs vectors of its voices: put them into {path}, each float32 "
-            f"[{config.speaker_embedding_dim}] under the voice's name"
-        ) from error
+    return voices.vectors(folder / SPEAKERS, config.speaker_embedding_dim)

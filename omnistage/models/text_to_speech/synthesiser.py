@@ -1,129 +1,162 @@
-"""Models that speak a whole text in one run, with the random numbers that a seed gives in transformers."""
+"""Models that speak a whole text in one run, with the random numbers that a seed gives in transformers.
+
+A run goes in slices of time: before any layer of the model it may stop, and another text, or another stage, has its turn.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 
-from omnistage.core.errors import CheckpointError, InternalError, UnsupportedModelError
-from omnistage.core.family import LoadContext
+from omnistage.core.errors import InternalError, StageError
 from omnistage.core.types import TOKEN_IDS, AudioChunk, ModuleInput
-from omnistage.engines.codec.module import Job, JobResult, ModuleComponent
-from omnistage.hf import transformers
-from omnistage.models.loading import Checkpoint, load_model, read_auto_config, read_generation_config
-from omnistage.models.text_to_speech.processor import SPEAKERS
+from omnistage.engines.codec.module import UNFINISHED, Job, JobResult, ModuleComponent, Partial
+from omnistage.models.paused import PausedCall
 
 _RANDOM = threading.Lock()
 """These models use torch's own generator, which all threads share."""
-_VOCODER = "vocoder"
-"""Folder of SpeechT5's vocoder, inside the checkpoint's."""
+_SLICE_SECONDS = 0.05
+"""Of a text before others have their turn."""
+
+
+class RandomState:
+    """Torch's own generator as one text sees it, from slice to slice."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._devices = [device] if device.type == "cuda" else []
+        self._seed: int | None = seed
+        self._states: list[torch.Tensor] = []
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Within the block the generator is this one; behind it, it goes on where it was."""
+        with _RANDOM, torch.random.fork_rng(self._devices):
+            if self._seed is not None:
+                torch.manual_seed(self._seed)
+                self._seed = None
+            else:
+                torch.set_rng_state(self._states[0])
+                for device, state in zip(self._devices, self._states[1:], strict=True):
+                    torch.cuda.set_rng_state(state, device)
+            try:
+                yield
+            finally:
+                self._states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
+
+
+@dataclass(slots=True)
+class _Speech:
+    """A text that is being spoken."""
+
+    call: PausedCall[torch.Tensor]
+    random: RandomState
+    pieces: list[torch.Tensor] = field(default_factory=list)
+    """Samples that are ready before the rest, and not emitted yet."""
 
 
 class Synthesiser(ModuleComponent):
-    """One text at a time: the random numbers of a text must not depend on its company."""
+    """Each text alone: its random numbers must not depend on its company. Several may be under way, in turns."""
 
     uses_torch = True
+    max_calls = 4
+    """Texts under way at once: each has its own keys and values, or activations."""
 
-    def __init__(self, model: Any, device: torch.device, sample_rate: int) -> None:
+    def __init__(self, model: Any, device: torch.device, sample_rate: int, *parts: torch.nn.Module) -> None:
+        """`parts`: what computes beside the model, such as a vocoder."""
         self.model = model
         self._device = device
         self._sample_rate = sample_rate
+        self._speeches: dict[str, _Speech] = {}
+        self._running: _Speech | None = None
+        self._until = 0.0
+        for part in (model, *parts):
+            for module in part.modules():
+                if next(module.children(), None) is None:
+                    module.register_forward_pre_hook(self._give_way)
 
     @abstractmethod
     def speak(self, inputs: dict[str, torch.Tensor], voice: str | None) -> torch.Tensor:
-        """The samples of a text, in any shape that holds one channel."""
+        """The samples of a text, in any shape that holds one channel; without those given to `emit`."""
+
+    def emit(self, samples: torch.Tensor) -> None:
+        """In `speak`: the next samples, while the rest is still to come."""
+        if self._running is None:
+            raise InternalError("samples are emitted while no text is spoken")
+        self._running.pieces.append(samples)
+
+    def _give_way(self, module: torch.nn.Module, inputs: object) -> None:
+        del module, inputs
+        if self._running is not None and time.monotonic() >= self._until:
+            self._running.call.pause()
 
     def run(self, jobs: Sequence[Job]) -> list[JobResult]:
         return [self._run(job) for job in jobs]
 
-    def _run(self, job: Job) -> AudioChunk:
+    def _run(self, job: Job) -> JobResult:
+        name = job.info.request_id
+        speech = self._speeches.get(name)
+        if speech is None:
+            if len(self._speeches) >= self.max_calls:
+                return UNFINISHED
+            speech = self._speeches[name] = self._begin(job)
+        self._running, self._until = speech, time.monotonic() + _SLICE_SECONDS
+        try:
+            with speech.random.current():
+                done = speech.call.advance()
+        except BaseException:
+            del self._speeches[name]
+            raise
+        finally:
+            self._running = None
+        if done:
+            del self._speeches[name]
+            speech.pieces.append(speech.call.result)
+        samples = [piece.reshape(-1).float().cpu().numpy().astype(np.float32) for piece in speech.pieces]
+        speech.pieces.clear()
+        if not done:
+            return Partial(AudioChunk(np.concatenate(samples), self._sample_rate)) if samples else UNFINISHED
+        return AudioChunk(np.concatenate(samples), self._sample_rate)
+
+    def _begin(self, job: Job) -> _Speech:
         payload = job.payload
         if not isinstance(payload, ModuleInput):
             raise InternalError(f"a synthesiser takes a ModuleInput, not a {type(payload).__name__}")
         arrays = {"input_ids" if name == TOKEN_IDS else name: array for name, array in payload.arrays.items()}
-        inputs = {name: torch.from_numpy(array)[None].to(self._device) for name, array in arrays.items()}
+        inputs = {name: self._placed(array) for name, array in arrays.items()}
         seed = secrets.randbits(63) if job.params.seed is None else job.params.seed
-        with seeded(seed, self._device), torch.inference_mode():
-            samples = self.speak(inputs, job.info.voice)
-        return AudioChunk(samples.reshape(-1).float().cpu().numpy().astype(np.float32), self._sample_rate)
+
+        def call(paused: PausedCall[torch.Tensor]) -> torch.Tensor:
+            del paused
+            with torch.inference_mode():
+                return self.speak(inputs, job.info.voice)
+
+        return _Speech(PausedCall(call, "speak"), RandomState(seed, self._device))
+
+    def _placed(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(np.asarray(array))[None].to(self._device)
+        return tensor.to(self.model.dtype) if tensor.is_floating_point() else tensor
+
+    def forget(self, request_id: str) -> None:
+        speech = self._speeches.pop(request_id, None)
+        if speech is not None:
+            speech.call.cancel()
+
+    def close(self) -> None:
+        for request_id in tuple(self._speeches):
+            self.forget(request_id)
 
 
-@contextlib.contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Within the block torch's own generator begins with the seed; behind it, it goes on where it was."""
-    with _RANDOM, torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
-
-
-class Vits(Synthesiser):
-    def speak(self, inputs: dict[str, torch.Tensor], voice: str | None) -> torch.Tensor:
-        speaker = int(voice or 0) if self.model.config.num_speakers > 1 else None
-        samples: torch.Tensor = self.model(**inputs, speaker_id=speaker).waveform
-        return samples
-
-
-class SpeechT5(Synthesiser):
-    def __init__(self, model: Any, device: torch.device, vocoder: Any, speakers: dict[str, torch.Tensor]) -> None:
-        super().__init__(model, device, vocoder.config.sampling_rate)
-        self._vocoder = vocoder
-        self._speakers = speakers
-
-    def speak(self, inputs: dict[str, torch.Tensor], voice: str | None) -> torch.Tensor:
-        speaker = self._speakers[voice or min(self._speakers)]
-        samples: torch.Tensor = self.model.generate_speech(inputs["input_ids"], speaker, vocoder=self._vocoder)
-        return samples
-
-
-class Generated(Synthesiser):
-    """Bark and MusicGen: `generate` gives samples."""
-
-    def speak(self, inputs: dict[str, torch.Tensor], voice: str | None) -> torch.Tensor:
-        samples: torch.Tensor = self.model.generate(**inputs)
-        return samples
-
-
-def load_synthesiser(context: LoadContext) -> Synthesiser:
-    folder = context.model.folder
-    config = read_auto_config(folder)
-    name = (config.architectures or [""])[0]
-    model: Any = load_model(
-        getattr(transformers, name), config, Checkpoint(folder).tensors(), context.device, context.dtype, attention=None
-    )
-    if (settings := read_generation_config(folder)) is not None:
-        model.generation_config = settings
-    if config.model_type == "vits":
-        return Vits(model, context.device, config.sampling_rate)
-    if config.model_type == "speecht5":
-        return _load_speecht5(model, context)
-    if config.model_type == "bark":
-        return Generated(model, context.device, model.generation_config.sample_rate)
-    if name.startswith("Musicgen"):
-        if config.decoder.audio_channels != 1:
-            raise UnsupportedModelError("MusicGen with two channels is not served; speech has one")
-        return Generated(model, context.device, config.audio_encoder.sampling_rate)
-    raise UnsupportedModelError(f"{name} is not served as text to speech")
-
-
-def _load_speecht5(model: Any, context: LoadContext) -> SpeechT5:
-    folder, config = context.model.folder, model.config
-    vocoder = folder / _VOCODER
-    if not (vocoder / "config.json").is_file():
-        raise CheckpointError(f"SpeechT5 needs its vocoder (microsoft/speecht5_hifigan): put it into {vocoder}")
-    settings = transformers.SpeechT5HifiGanConfig.from_pretrained(vocoder, local_files_only=True)
-    tensors = Checkpoint(vocoder).tensors()
-    hifigan = load_model(transformers.SpeechT5HifiGan, settings, tensors, context.device, context.dtype, attention=None)
-    speakers = {name: vector.reshape(1, -1) for name, vector in load_file(folder / SPEAKERS).items()}
-    wrong = [name for name, vector in speakers.items() if vector.shape[1] != config.speaker_embedding_dim]
-    if wrong or not speakers:
-        raise CheckpointError(f"{SPEAKERS} must hold vectors of {config.speaker_embedding_dim} numbers; check {wrong}")
-    placed = {name: vector.to(context.device, context.dtype) for name, vector in speakers.items()}
-    return SpeechT5(model, context.device, hifigan, placed)
+def audible(samples: Any) -> torch.Tensor:
+    """What a model gave, unless it gave nothing."""
+    if not isinstance(samples, torch.Tensor) or not samples.numel():
+        raise StageError("the model generated no speech for this text; try another text or seed")
+    return samples
