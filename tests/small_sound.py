@@ -135,7 +135,9 @@ def write_audioldm2(folder: Path) -> None:
         vae=_vae(),
         text_encoder=_clap(),
         text_encoder_2=transformers.T5EncoderModel(tiny.t5(0.0).config),
-        projection_model=diffusers().AudioLDM2ProjectionModel(text_encoder_dim=16, text_encoder_1_dim=64, langauge_model_dim=16),
+        projection_model=diffusers().AudioLDM2ProjectionModel(
+            text_encoder_dim=16, text_encoder_1_dim=64, langauge_model_dim=16
+        ),
         language_model=transformers.GPT2LMHeadModel(language),
         tokenizer=_roberta(tokenizers / "roberta"),
         tokenizer_2=transformers.T5TokenizerFast.from_pretrained(tokenizers / "t5"),

@@ -115,7 +115,8 @@ def refuse_options(**values: object) -> None:
     for name, value in values.items():
         if value:
             raise InvalidRequestError(
-                "is not supported by this model, which generates pictures, videos or sound; remove it", param=_flag(name)
+                "is not supported by this model, which generates pictures, videos or sound; remove it",
+                param=_flag(name),
             )
 
 

@@ -101,9 +101,9 @@ def generate(
 ) -> None:
     """Run one request: text, speech, pictures, video or sound.
 
-    The text goes to standard output, progress to standard error. Speech is kept with `--out` only; pictures, videos and
-    the sound of diffusion models are always written. The sampling options are for the stage that generates text; those of any stage are set
-    with `--set`, like `--set talker.temperature=0.9`.
+    The text goes to standard output, progress to standard error. Speech is kept with `--out` only; pictures, videos
+    and the sound of diffusion models are always written. The sampling options are for the stage that generates text;
+    those of any stage are set with `--set`, like `--set talker.temperature=0.9`.
 
     Examples:
 

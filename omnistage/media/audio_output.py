@@ -60,7 +60,7 @@ def channels_of(samples: NDArray[np.generic]) -> int:
 
 
 def encode_wav(samples: NDArray[np.generic], rate: int) -> bytes:
-    """Return samples `[n]` or `[n, channels]` as a 16-bit WAV file; values outside -1..1 are clipped, NaN is refused."""
+    """Return samples `[n]` or `[n, channels]` as a 16-bit WAV file; values beyond -1..1 are clipped, NaN refused."""
     return encode_audio(samples, rate, ".wav")
 
 

@@ -143,9 +143,9 @@ class _Request:
 class WholeStage(BatchedStage[DiffusionInput, DiffusionParams]):
     """Runs one `WholePipeline`, one picture at a time; a request that has begun is finished before the next.
 
-    Each request gives a started marker, a `Progress` a step, and an `ImageChunk`, `VideoChunk` or `AudioChunk` for each
-    of its n pictures, the last of which carries the finish reason. The last step of a picture is followed by one that decodes
-    it.
+    Each request gives a started marker, a `Progress` a step, and an `ImageChunk`, `VideoChunk` or `AudioChunk` for
+    each of its n pictures, the last of which carries the finish reason. The last step of a picture is followed by one
+    that decodes it.
     """
 
     params_type = DiffusionParams
@@ -254,9 +254,7 @@ class WholeStage(BatchedStage[DiffusionInput, DiffusionParams]):
             return ImageChunk(pixels, request.index, seed=seed)
         if pixels.ndim == 4:
             sound = None if audio is None else _checked_audio(audio)
-            return VideoChunk(
-                pixels, request.params.fps or self.component.fps, request.index, seed=seed, audio=sound
-            )
+            return VideoChunk(pixels, request.params.fps or self.component.fps, request.index, seed=seed, audio=sound)
         raise StageError(f"the pipeline returned an array of shape {pixels.shape}, which is not a picture")
 
     def _drop_current(self) -> None:

@@ -58,7 +58,8 @@ def check_pipeline(cls: type[DiffusionPipeline]) -> None:
     given = output_fields(cls)
     if given and not given & {*PIXEL_FIELDS, *SOUND_FIELDS}:
         raise UnsupportedModelError(
-            f"{cls.__name__} gives {', '.join(sorted(given))}; only pipelines that give images, frames or audio are served"
+            f"{cls.__name__} gives {', '.join(sorted(given))}; only pipelines that give images, frames or audio are "
+            "served"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,7 +73,10 @@ class AudioWriter(Protocol):
     """A file that grows with its audio. Not thread-safe."""
 
     def write(self, samples: NDArray[np.float32]) -> bytes:
-        """Add samples `[n]`, or `[n, channels]` where the writer has several; returns the bytes that the file has gained, which may be none yet."""
+        """Add samples `[n]`, or `[n, channels]` where the writer has several.
+
+        Returns the bytes that the file has gained, which may be none yet.
+        """
 
     def finish(self) -> bytes:
         """The rest of the file."""
@@ -153,7 +156,7 @@ class _CodecWriter:
             return b""
         # Integers by our own rounding, so that lossless formats hold the same samples as the plain ones.
         values = _integers(samples) if self._kind == "s16" else np.clip(samples, -1.0, 1.0)
-        packed = np.ascontiguousarray(values).reshape(1, -1)  # channels side by side
+        packed: NDArray[Any] = np.ascontiguousarray(values).reshape(1, -1)  # channels side by side
         frame = av.AudioFrame.from_ndarray(packed, format=self._kind, layout=self._layout)
         frame.sample_rate = self._rate
         self._container.mux(self._stream.encode(frame))

@@ -127,7 +127,9 @@ def _sound_params(body: SpeechRequest, model: ServedModel) -> dict[str, StagePar
         return {}
     stage = model.stage_for_params(DiffusionParams)
     if stage is None or not isinstance(model.omni.processor, DrawingProcessor):
-        raise InvalidRequestError("parameter not supported; it is for diffusion models that generate sound", param=sent[0])
+        raise InvalidRequestError(
+            "parameter not supported; it is for diffusion models that generate sound", param=sent[0]
+        )
     return {stage: DiffusionParams.parse({name: getattr(body, name) for name in sent})}
 
 
