@@ -45,9 +45,14 @@ from omnistage.engines.diffusion.whole import OnStep, VideoWithAudio, WholePipel
 from omnistage.hf import transformers
 from omnistage.models._diffusers import tiny
 from omnistage.models._diffusers.loading import diffusers
-from omnistage.models.diffusers_pipeline import FAMILY
+from omnistage.models.diffusers_pipeline import FAMILY, inspection
 from omnistage.models.diffusers_pipeline.component import Pipeline, pixels_of
-from omnistage.models.diffusers_pipeline.inspection import check_pipeline, is_sound_pipeline, output_fields
+from omnistage.models.diffusers_pipeline.inspection import (
+    check_pipeline,
+    is_sound_pipeline,
+    output_fields,
+    signature,
+)
 from omnistage.pipeline.build import build_stage, load_component
 from omnistage.placement.devices import resolve_device
 
@@ -422,9 +427,70 @@ def test_what_a_pipeline_needs_must_be_given() -> None:
         component.check(start, DiffusionParams(num_frames=3, scheduler="DDIMScheduler"))
 
 
+class Controlled:
+    def __call__(self, prompt: str = "", control_image: Any = None) -> None: ...
+
+
+class ControlledFromPicture:
+    def __call__(self, prompt: str = "", image: Any = None, control_image: Any = None) -> None: ...
+
+
+class FirstAndLast:
+    def __call__(self, image: Any, last_image: Any = None) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("cls", "count", "names"),
+    [
+        (Controlled, 1, ["control_image"]),
+        (Controlled, 0, None),
+        (Controlled, 2, None),
+        (ControlledFromPicture, 2, ["image", "control_image"]),
+        (ControlledFromPicture, 1, None),
+        (FirstAndLast, 1, ["image"]),
+        (FirstAndLast, 2, ["image", "last_image"]),
+    ],
+)
+def test_pictures_go_where_the_pipeline_takes_them(cls: type, count: int, names: list[str] | None) -> None:
+    given: dict[str, Any] = {}
+
+    class Noting(cls):  # type: ignore[misc]
+        def __call__(self, *more: Any, **arguments: Any) -> Any:
+            given.update(arguments)
+            return type("Output", (), {"images": [Image.new("RGB", (8, 8))]})
+
+    component = Pipeline(cls())
+    payload = DiffusionInput(PROMPT, tuple(tiny.picture(8, 8, seed) for seed in range(count)))
+    if names is None:
+        with pytest.raises(
+            InvalidRequestError, match=r"takes one picture, which controls|then one that controls"
+        ) as caught:
+            component.check(payload, DiffusionParams())
+        assert caught.value.param == "image"
+        return
+    component.check(payload, DiffusionParams())
+    component.pipe = Noting()
+    component.draw(payload, DiffusionParams(), 0, lambda done, steps: None)
+    pictures = {name: value for name, value in given.items() if isinstance(value, Image.Image)}
+    assert list(pictures) == names
+    for name, picture in zip(names, payload.images, strict=True):
+        assert np.array_equal(np.asarray(pictures[name]), picture)
+
+
+def test_the_inputs_that_pipelines_need_are_arguments_of_theirs() -> None:
+    """Names in the table that a release of diffusers no longer has would say nothing."""
+    for name, argument in inspection._NEEDED_INPUTS.items():
+        takes, needs = signature(getattr(diffusers(), name))
+        assert argument in takes
+        assert argument not in needs
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
+        ("WanVideoToVideoPipeline", "fails without video, which no request can give"),
+        ("StableAudio3InpaintPipeline", "fails without audio, which no request can give"),
+        ("LTX2HDRPipeline", "high dynamic range"),
         ("FluxPriorReduxPipeline", "gives pooled_prompt_embeds, prompt_embeds; only"),
         ("MarigoldDepthPipeline", "gives latent, prediction, uncertainty; only"),
         ("KandinskyPipeline", "cannot be called without image_embeds"),

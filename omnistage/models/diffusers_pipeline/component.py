@@ -144,16 +144,30 @@ class Pipeline(WholePipeline):
             arguments["prompt"] = payload.prompt
         elif "class_labels" in self.takes:
             arguments["class_labels"] = [self._label(payload.prompt)]
-        if payload.images:
-            if "image" not in self.takes:
-                raise UnsupportedModalityError("not supported by this model; omit it", param="image")
-            pictures = [Image.fromarray(image) for image in payload.images]
-            arguments["image"] = pictures[0] if len(pictures) == 1 else pictures
+        arguments |= self._pictures([Image.fromarray(image) for image in payload.images])
         if payload.mask is not None:
             if "mask_image" not in self.takes:
                 raise UnsupportedModalityError("not supported by this model; omit it", param="mask")
             arguments["mask_image"] = Image.fromarray(payload.mask)
         return arguments
+
+    def _pictures(self, pictures: list[Image.Image]) -> dict[str, object]:
+        """The request's pictures under diffusers' names: to start from, to control, or the first and the last frame."""
+        if "control_image" in self.takes:
+            names = [name for name in ("image", "control_image") if name in self.takes]
+            if len(pictures) != len(names):
+                wanted = "one picture, which controls" if len(names) == 1 else "a picture, then one that controls"
+                raise InvalidRequestError(
+                    f"{type(self.pipe).__name__} takes {wanted}; got {len(pictures)}", param="image"
+                )
+            return dict(zip(names, pictures, strict=True))
+        if not pictures:
+            return {}
+        if "image" not in self.takes:
+            raise UnsupportedModalityError("not supported by this model; omit it", param="image")
+        if "last_image" in self.takes and len(pictures) == 2:
+            return {"image": pictures[0], "last_image": pictures[1]}
+        return {"image": pictures[0] if len(pictures) == 1 else pictures}
 
     def _result(self, output: object) -> Generated:
         sound = None if self._sample_rate is None else sound_of(output, self._sample_rate)

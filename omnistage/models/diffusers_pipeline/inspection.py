@@ -32,9 +32,36 @@ ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "seed": ("generator",),
 }
 """Our parameters, and what diffusers' pipelines call them; the first that a pipeline has is used."""
-INPUT_ARGUMENTS = {"prompt": "prompt", "image": "image", "mask_image": "mask", "class_labels": "prompt"}
+INPUT_ARGUMENTS = {
+    "prompt": "prompt",
+    "image": "image",
+    "control_image": "image",
+    "mask_image": "mask",
+    "class_labels": "prompt",
+}
 """Arguments that are made of the prompt and its pictures, by the name under which a request gives them."""
 
+_NEEDED_INPUTS: Mapping[str, str] = {
+    "AnimateDiffControlNetPipeline": "conditioning_frames",
+    "AnimateDiffSparseControlNetPipeline": "conditioning_frames",
+    "AnimateDiffVideoToVideoControlNetPipeline": "video",
+    "AnimateDiffVideoToVideoPipeline": "video",
+    "CogVideoXFunControlPipeline": "control_video",
+    "CogVideoXVideoToVideoPipeline": "video",
+    "IFImg2ImgSuperResolutionPipeline": "original_image",
+    "IFInpaintingSuperResolutionPipeline": "original_image",
+    "LTX2DFRTemporalRefinePipeline": "latents",
+    "LTX2LatentUpsamplePipeline": "video",
+    "LTXLatentUpsamplePipeline": "video",
+    "SanaWMPipeline": "action",
+    "StableAudio3AudioToAudioPipeline": "audio",
+    "StableAudio3InpaintPipeline": "audio",
+    "VideoToVideoSDPipeline": "video",
+    "WanVideoToVideoPipeline": "video",
+}
+"""Arguments that have a default and without which the pipeline's call fails all the same."""
+_HIGH_DYNAMIC_RANGE = frozenset({"LTX2HDRPipeline"})
+"""Their frames are beyond what eight bits hold."""
 PIXEL_FIELDS = ("frames", "images", "image")
 """Where the outputs of pipelines have their pixels, in the order in which they are looked at."""
 SOUND_FIELDS = ("audios", "audio")
@@ -55,6 +82,10 @@ def check_pipeline(cls: type[DiffusionPipeline]) -> None:
         raise UnsupportedModelError(
             f"{cls.__name__} cannot be called without {', '.join(unknown)}, which no request can give"
         )
+    if needed := _NEEDED_INPUTS.get(cls.__name__):
+        raise UnsupportedModelError(f"{cls.__name__} fails without {needed}, which no request can give")
+    if cls.__name__ in _HIGH_DYNAMIC_RANGE:
+        raise UnsupportedModelError(f"{cls.__name__} gives frames of high dynamic range, which would be cut to 8 bits")
     given = output_fields(cls)
     if given and not given & {*PIXEL_FIELDS, *SOUND_FIELDS}:
         raise UnsupportedModelError(
