@@ -14,6 +14,7 @@ from omnistage.core.errors import InvalidRequestError
 if TYPE_CHECKING:
     from omnistage.core.params import DiffusionParams, SamplingParams, StageParams
     from omnistage.core.types import Modality
+    from omnistage.media.audio_output import AudioOutput
     from omnistage.media.image_output import ImageOutput
     from omnistage.omni import Omni
     from omnistage.pipeline.outputs import OmniRequestOutput
@@ -39,6 +40,7 @@ class DrawingOptions:
     mask: Path | None = option(None, "White where the picture is to change.", metavar="FILE")
     num_frames: int | None = option(None, "Frames of a video.", "--frames")
     fps: float | None = option(None, "Frames per second of a video.")
+    seconds: float | None = option(None, "Length of a sound, for diffusion models that generate one.")
     scheduler: str | None = option(None, "A diffusers scheduler class compatible with the model's.")
     cache: str | None = option(None, "Reuse work of earlier steps, like first_block:0.1; off by default.")
 
@@ -74,11 +76,21 @@ class FileOptions:
 
 
 def is_drawing(omni: Omni, modalities: Sequence[Modality] | None) -> bool:
-    """Whether a request is for pictures or videos alone: by its modalities, or because the model gives nothing else."""
+    """Whether a diffusion model alone answers: with pictures, videos or, where it gives nothing else, sound."""
     from omnistage.core.types import Modality
 
     outputs = set(omni.modalities if modalities is None else modalities)
+    if is_sound_model(omni):
+        return True
     return bool(outputs) and outputs <= {Modality.IMAGE, Modality.VIDEO}
+
+
+def is_sound_model(omni: Omni) -> bool:
+    """Whether a diffusion model gives sound and nothing else."""
+    from omnistage.core.family import DrawingProcessor
+    from omnistage.core.types import Modality
+
+    return isinstance(omni.processor, DrawingProcessor) and set(omni.modalities) == {Modality.AUDIO}
 
 
 def draw(
@@ -103,7 +115,8 @@ def refuse_options(**values: object) -> None:
     for name, value in values.items():
         if value:
             raise InvalidRequestError(
-                "is not supported by this model, which generates pictures; remove it", param=_flag(name)
+                "is not supported by this model, which generates pictures, videos or sound; remove it",
+                param=_flag(name),
             )
 
 
@@ -149,6 +162,13 @@ def save_files(output: OmniRequestOutput, folder: Path | None, options: FileOpti
     elif options.contact_sheet:
         err().print("no contact sheet: it needs several pictures, add --n", style="yellow")
     return files
+
+
+def save_sound(audio: AudioOutput, folder: Path | None) -> Path:
+    """Write the sound of a diffusion model; where it is."""
+    folder = folder or DEFAULT_FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    return audio.save(folder / "sound.wav")
 
 
 def _save_picture(picture: ImageOutput, path: Path, options: FileOptions) -> Path:

@@ -99,11 +99,11 @@ def generate(
         str | None, typer.Argument(metavar="PROMPT", help="The text; - reads it from standard input.")
     ] = None,
 ) -> None:
-    """Run one request: text, speech, pictures or video.
+    """Run one request: text, speech, pictures, video or sound.
 
-    The text goes to standard output, progress to standard error. Speech is kept with `--out` only; pictures and
-    videos are always written. The sampling options are for the stage that generates text; those of any stage are set
-    with `--set`, like `--set talker.temperature=0.9`.
+    The text goes to standard output, progress to standard error. Speech is kept with `--out` only; pictures, videos
+    and the sound of diffusion models are always written. The sampling options are for the stage that generates text;
+    those of any stage are set with `--set`, like `--set talker.temperature=0.9`.
 
     Examples:
 
@@ -130,8 +130,9 @@ def generate(
     if output.folder is not None:
         output.folder.mkdir(parents=True, exist_ok=True)  # before the work: it may take minutes
     with settings.load(model, overrides=pictures.overrides()) as omni:
+        sound = drawing.is_sound_model(omni)
         result = request.run(omni)
-    _present(result, output, files)
+    _present(result, output, files, sound=sound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +217,10 @@ def chat_messages(text: str | None, files: MediaFiles, system: str | None) -> li
     return [*messages, {"role": "user", "content": content}]
 
 
-def _present(output: OmniRequestOutput, options: OutputOptions, files: drawing.FileOptions) -> None:
-    """Print and write an output; one that failed is raised as its error."""
+def _present(
+    output: OmniRequestOutput, options: OutputOptions, files: drawing.FileOptions, *, sound: bool = False
+) -> None:
+    """Print and write an output; one that failed is raised as its error. `sound`: its audio is a diffusion model's."""
     if output.error is not None:
         raise output.error
     notes, folder = err(), options.folder
@@ -228,7 +231,10 @@ def _present(output: OmniRequestOutput, options: OutputOptions, files: drawing.F
     if folder is not None and output.outputs:
         (folder / "answer.txt").write_text(output.text + "\n", encoding="utf-8")
         notes.print(f"wrote {folder / 'answer.txt'}", soft_wrap=True)
-    if folder is not None and output.audio is not None:
+    if sound and output.audio is not None:
+        path = drawing.save_sound(output.audio, folder)
+        notes.print(f"wrote {path} ({output.audio.seconds:.2f} s of sound)", soft_wrap=True)
+    elif folder is not None and output.audio is not None:
         output.audio.save(folder / "answer.wav")
         notes.print(f"wrote {folder / 'answer.wav'} ({output.audio.seconds:.2f} s of speech)", soft_wrap=True)
     elif output.audio is not None:

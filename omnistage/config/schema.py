@@ -338,9 +338,9 @@ class DiffusionStageConfig(_QuantisedStageConfig):
 
     @field_validator("output")
     @classmethod
-    def _is_visual(cls, output: Modality | None) -> Modality | None:
-        if output not in (None, Modality.IMAGE, Modality.VIDEO):
-            raise ValueError(f"a diffusion stage outputs image or video, not {output}; use one of them, or null")
+    def _is_medium(cls, output: Modality | None) -> Modality | None:
+        if output not in (None, Modality.IMAGE, Modality.VIDEO, Modality.AUDIO):
+            raise ValueError(f"a diffusion stage outputs image, video or audio, not {output}; use one, or null")
         return output
 
 

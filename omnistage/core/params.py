@@ -221,6 +221,7 @@ class DiffusionParams(StageParams):
     )
     num_frames: int | None = Field(default=None, ge=1, le=4096, description="Frames of a video.")
     fps: _FiniteFloat | None = Field(default=None, gt=0.0, le=240.0, description="Frames a second of a video.")
+    seconds: _FiniteFloat | None = Field(default=None, gt=0.0, le=600.0, description="Length of a sound.")
     scheduler: str | None = Field(
         default=None, max_length=100, description="A diffusers scheduler class instead of the checkpoint's own."
     )

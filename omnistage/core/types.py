@@ -353,7 +353,7 @@ class TokenChunk:
 
 @dataclass(frozen=True, slots=True)
 class AudioChunk:
-    """Mono samples, float32 in [-1, 1]."""
+    """Samples, float32 in [-1, 1]: mono `[n]`, or several channels `[n, channels]`."""
 
     samples: np.ndarray
     sample_rate: int

@@ -21,11 +21,12 @@ _FORMATS = {
 }
 # libsndfile's Vorbis encoder keeps a write's samples on the stack and overflows it with long ones.
 _BLOCK_FRAMES = 16_384
+_MAX_CHANNELS = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AudioOutput:
-    """Generated audio: `samples` is mono float32 `[n]` in -1..1."""
+    """Generated audio: `samples` is float32 in -1..1, mono `[n]` or several channels `[n, channels]`."""
 
     samples: NDArray[np.float32]
     sample_rate: int
@@ -33,6 +34,10 @@ class AudioOutput:
     @property
     def seconds(self) -> float:
         return len(self.samples) / self.sample_rate
+
+    @property
+    def channels(self) -> int:
+        return channels_of(self.samples)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write to `path` in the format of its extension (wav, flac, ogg, mp3) and return the path."""
@@ -49,21 +54,27 @@ class AudioOutput:
         return f"AudioOutput({self.seconds:.2f} s at {self.sample_rate} Hz)"
 
 
+def channels_of(samples: NDArray[np.generic]) -> int:
+    """The channels of samples `[n]` or `[n, channels]`."""
+    return 1 if samples.ndim == 1 else int(samples.shape[1])
+
+
 def encode_wav(samples: NDArray[np.generic], rate: int) -> bytes:
-    """Return mono samples `[n]` as a 16-bit WAV file; values outside -1..1 are clipped, NaN is refused."""
+    """Return samples `[n]` or `[n, channels]` as a 16-bit WAV file; values beyond -1..1 are clipped, NaN refused."""
     return encode_audio(samples, rate, ".wav")
 
 
 def encode_audio(samples: NDArray[np.generic], rate: int, extension: str) -> bytes:
     """The same for any extension that `AudioOutput.save` takes."""
-    if samples.ndim != 1 or samples.dtype.kind != "f":
-        raise MediaError(f"audio to encode must be floats [n], got {samples.dtype} {samples.shape}")
+    if samples.ndim not in (1, 2) or not 1 <= channels_of(samples) <= _MAX_CHANNELS or samples.dtype.kind != "f":
+        raise MediaError(f"audio to encode must be floats [n] or [n, 2], got {samples.dtype} {samples.shape}")
     if not np.isfinite(samples).all():
         raise MediaError("audio to encode has NaN or infinite samples")
     kind, subtype = _FORMATS[extension]
     clipped, encoded = np.clip(samples, -1.0, 1.0).astype(np.float32), io.BytesIO()
     try:
-        with soundfile.SoundFile(encoded, "w", rate, 1, subtype=subtype, format=kind) as writer:
+        channels = channels_of(samples)
+        with soundfile.SoundFile(encoded, "w", rate, channels, subtype=subtype, format=kind) as writer:
             for start in range(0, len(clipped), _BLOCK_FRAMES):
                 writer.write(clipped[start : start + _BLOCK_FRAMES])
     except soundfile.SoundFileError as error:

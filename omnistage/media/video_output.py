@@ -30,6 +30,7 @@ _CODECS = ("libx264", "libopenh264", "mpeg4")
 # gave three different files. Without it the same frames always give the same bytes.
 _CODEC_OPTIONS = {"libx264": {"crf": "18", "x264-params": "mbtree=0"}, "mpeg4": {"q:v": "3", "qmin": "2", "qmax": "4"}}
 _AAC_RATES = (96000, 88200, 64000, 48000, 44100, 32000, 24000, 22050, 16000, 12000, 11025, 8000, 7350)
+_LAYOUTS = {1: "mono", 2: "stereo"}
 _MAX_FPS = 1000.0
 # Frames are converted with the coefficients of ITU-R BT.601, which every decoder assumes that reads no tags; those
 # that do read them get sRGB's primaries and transfer curve.
@@ -51,6 +52,8 @@ class VideoOutput:
             raise InvalidRequestError(f"must be above 0 and at most {_MAX_FPS:g}, got {self.fps}", param="fps")
         if self.audio is not None and not np.isfinite(self.audio.samples).all():
             raise MediaError("the video's audio has NaN or infinite samples")
+        if self.audio is not None and self.audio.channels not in _LAYOUTS:
+            raise MediaError(f"the video's audio has {self.audio.channels} channels; it must have 1 or 2")
 
     @property
     def width(self) -> int:
@@ -139,7 +142,7 @@ def _write_tracks(
     if audio is not None and len(audio.samples):
         rate_out = audio.sample_rate if audio.sample_rate in _AAC_RATES else 48000
         track = container.add_stream("aac", rate=rate_out)
-        track.layout = "mono"
+        track.layout = _LAYOUTS[audio.channels]
     position = 0
     for index, pixels in enumerate(frames):
         frame = av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(format="yuv420p")
@@ -158,8 +161,9 @@ def _write_tracks(
 def _write_audio(container: OutputContainer, track: AudioStream, audio: AudioOutput, start: int, end: int) -> None:
     if end <= start:
         return
-    samples = np.ascontiguousarray(audio.samples[start:end], dtype=np.float32).clip(-1.0, 1.0)
-    frame = av.AudioFrame.from_ndarray(samples[None], format="fltp", layout="mono")
+    samples = np.asarray(audio.samples[start:end], dtype=np.float32).clip(-1.0, 1.0).reshape(end - start, -1)
+    planes = np.ascontiguousarray(samples.T)  # [channels, n]
+    frame = av.AudioFrame.from_ndarray(planes, format="fltp", layout=_LAYOUTS[audio.channels])
     frame.sample_rate, frame.pts, frame.time_base = audio.sample_rate, start, Fraction(1, audio.sample_rate)
     container.mux(track.encode(frame))
 

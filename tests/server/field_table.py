@@ -97,6 +97,7 @@ _OF_OPENAI: dict[str, Row] = {
     "parallel_tool_calls": yes(False),
     "moderation": refused({"model": "m"}, "no such filter; see --content-filter"),
 }
+_SOUND_ONLY = "speech has none; for diffusion models that generate sound"
 FIELDS: dict[str, dict[str, Row]] = {
     "chat/completions": {
         **_TEXT,
@@ -183,6 +184,10 @@ FIELDS: dict[str, dict[str, Row]] = {
         "stream": yes(True),
         "timeout": yes(30),
         "instructions": ignored("cheerfully", "by voices that read; chat models follow them"),
+        "seconds": refused(1.5, _SOUND_ONLY),
+        "steps": refused(4, _SOUND_ONLY),
+        "guidance": refused(3.0, _SOUND_ONLY),
+        "negative_prompt": refused("noise", _SOUND_ONLY),
         "task_type": refused("Base", "the model decides"),
         "language": refused("English", "the model decides"),
         "ref_audio": refused("data:,", "no voice is cloned"),

@@ -314,7 +314,17 @@ class TestEncoding:
         assert repr(output) == "AudioOutput(1.50 s at 24000 Hz)"
         assert output.to_wav_bytes() == encode_wav(output.samples, 24_000)
 
-    @pytest.mark.parametrize("samples", [np.array([np.nan]), np.zeros((2, 2)), np.zeros(2, np.int16)])
-    def test_samples_that_are_not_finite_mono_floats_are_errors(self, samples: np.ndarray) -> None:
+    def test_two_channels_are_kept(self, tmp_path: Path) -> None:
+        output = AudioOutput(np.stack([tone(), 0.5 * tone()], axis=1), 16_000)
+        assert (output.channels, output.seconds) == (2, AudioOutput(tone(), 16_000).seconds)
+        for extension in ("wav", "flac"):
+            samples, rate = soundfile.read(output.save(tmp_path / f"out.{extension}"))
+            assert rate == 16_000
+            np.testing.assert_allclose(samples, output.samples, atol=1e-4)
+
+    @pytest.mark.parametrize(
+        "samples", [np.array([np.nan]), np.zeros((2, 3)), np.zeros((2, 1, 1)), np.zeros(2, np.int16)]
+    )
+    def test_samples_that_are_not_finite_floats_of_one_or_two_channels_are_errors(self, samples: np.ndarray) -> None:
         with pytest.raises(MediaError, match="audio to encode"):
             encode_wav(samples, 16_000)

@@ -29,6 +29,7 @@ from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams, SamplingParams
 from omnistage.core.registry import Registry
 from omnistage.core.types import (
+    AudioChunk,
     CodecFrames,
     CodecInput,
     DiffusionInput,
@@ -40,13 +41,18 @@ from omnistage.core.types import (
     StageInput,
     VideoChunk,
 )
-from omnistage.engines.diffusion.whole import OnStep, WholePipeline, WholeStage
+from omnistage.engines.diffusion.whole import OnStep, VideoWithAudio, WholePipeline, WholeStage
 from omnistage.hf import transformers
 from omnistage.models._diffusers import tiny
 from omnistage.models._diffusers.loading import diffusers
-from omnistage.models.diffusers_pipeline import FAMILY
+from omnistage.models.diffusers_pipeline import FAMILY, inspection
 from omnistage.models.diffusers_pipeline.component import Pipeline, pixels_of
-from omnistage.models.diffusers_pipeline.inspection import check_pipeline, output_fields
+from omnistage.models.diffusers_pipeline.inspection import (
+    check_pipeline,
+    is_sound_pipeline,
+    output_fields,
+    signature,
+)
 from omnistage.pipeline.build import build_stage, load_component
 from omnistage.placement.devices import resolve_device
 
@@ -397,7 +403,7 @@ def test_what_diffusers_refuses_ends_its_request_only(folder: Path, tmp_path: Pa
     (failed,) = [chunk for chunk in chunks if chunk.finish is FinishReason.ERROR]
     assert failed.request_id == "a"
     assert isinstance(failed.error, InvalidRequestError)
-    assert "StableDiffusionImg2ImgPipeline cannot draw this" in str(failed.error)
+    assert "StableDiffusionImg2ImgPipeline cannot run this" in str(failed.error)
     assert len(pictures(chunks, "b")) == 1
 
 
@@ -421,13 +427,72 @@ def test_what_a_pipeline_needs_must_be_given() -> None:
         component.check(start, DiffusionParams(num_frames=3, scheduler="DDIMScheduler"))
 
 
+class Controlled:
+    def __call__(self, prompt: str = "", control_image: Any = None) -> None: ...
+
+
+class ControlledFromPicture:
+    def __call__(self, prompt: str = "", image: Any = None, control_image: Any = None) -> None: ...
+
+
+class FirstAndLast:
+    def __call__(self, image: Any, last_image: Any = None) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("cls", "count", "names"),
+    [
+        (Controlled, 1, ["control_image"]),
+        (Controlled, 0, None),
+        (Controlled, 2, None),
+        (ControlledFromPicture, 2, ["image", "control_image"]),
+        (ControlledFromPicture, 1, None),
+        (FirstAndLast, 1, ["image"]),
+        (FirstAndLast, 2, ["image", "last_image"]),
+    ],
+)
+def test_pictures_go_where_the_pipeline_takes_them(cls: type, count: int, names: list[str] | None) -> None:
+    given: dict[str, Any] = {}
+
+    class Noting(cls):  # type: ignore[misc]
+        def __call__(self, *more: Any, **arguments: Any) -> Any:
+            given.update(arguments)
+            return type("Output", (), {"images": [Image.new("RGB", (8, 8))]})
+
+    component = Pipeline(cls())
+    payload = DiffusionInput(PROMPT, tuple(tiny.picture(8, 8, seed) for seed in range(count)))
+    if names is None:
+        with pytest.raises(
+            InvalidRequestError, match=r"takes one picture, which controls|then one that controls"
+        ) as caught:
+            component.check(payload, DiffusionParams())
+        assert caught.value.param == "image"
+        return
+    component.check(payload, DiffusionParams())
+    component.pipe = Noting()
+    component.draw(payload, DiffusionParams(), 0, lambda done, steps: None)
+    pictures = {name: value for name, value in given.items() if isinstance(value, Image.Image)}
+    assert list(pictures) == names
+    for name, picture in zip(names, payload.images, strict=True):
+        assert np.array_equal(np.asarray(pictures[name]), picture)
+
+
+def test_the_inputs_that_pipelines_need_are_arguments_of_theirs() -> None:
+    """Names in the table that a release of diffusers no longer has would say nothing."""
+    for name, argument in inspection._NEEDED_INPUTS.items():
+        takes, needs = signature(getattr(diffusers(), name))
+        assert argument in takes
+        assert argument not in needs
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("StableAudioPipeline", "gives audios; only pipelines that give images or frames"),
+        ("WanVideoToVideoPipeline", "fails without video, which no request can give"),
+        ("StableAudio3InpaintPipeline", "fails without audio, which no request can give"),
+        ("LTX2HDRPipeline", "high dynamic range"),
         ("FluxPriorReduxPipeline", "gives pooled_prompt_embeds, prompt_embeds; only"),
         ("MarigoldDepthPipeline", "gives latent, prediction, uncertainty; only"),
-        ("LTX2Pipeline", "gives audio with its frames, which would be lost"),
         ("KandinskyPipeline", "cannot be called without image_embeds"),
         ("KandinskyCombinedPipeline", "fetches other checkpoints"),
     ],
@@ -444,6 +509,20 @@ def test_what_can_be_driven_is_accepted(name: str) -> None:
     cls = getattr(diffusers(), name)
     assert output_fields(cls) & {"images", "frames", "image"}
     check_pipeline(cls)
+
+
+@pytest.mark.parametrize(
+    ("name", "alone"),
+    [("StableAudioPipeline", True), ("AudioLDM2Pipeline", True), ("LTX2Pipeline", False), ("AllegroPipeline", False)],
+)
+def test_pipelines_that_give_sound_are_accepted(name: str, alone: bool) -> None:
+    check_pipeline(getattr(diffusers(), name))
+    assert is_sound_pipeline(name) is alone
+
+
+@pytest.mark.parametrize("name", ["UNet2DModel", "_Pipeline", "NoSuchPipeline", None])
+def test_what_is_no_pipeline_gives_no_sound(name: object) -> None:
+    assert not is_sound_pipeline(name)
 
 
 def test_the_older_callback_gives_progress_and_ends(tmp_path: Path) -> None:
@@ -563,6 +642,53 @@ def test_what_is_no_picture_is_an_error(prompt: str, message: str) -> None:
     last = stage.drain()[-1]
     assert isinstance(last.error, StageError)
     assert message in str(last.error)
+
+
+SOUND = np.linspace(-1, 1, 40, dtype=np.float32).reshape(20, 2)
+
+
+class Sounding(Fake):
+    """Gives this."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.result = result
+
+    def draw(self, payload: DiffusionInput, params: DiffusionParams, seed: int, on_step: OnStep) -> Any:
+        return self.result
+
+
+def test_sound_alone_and_with_frames() -> None:
+    stage = staged(Sounding(AudioChunk(SOUND, 8000)))
+    put(stage, "a")
+    sound = stage.drain()[-1].payload
+    assert isinstance(sound, AudioChunk)
+    assert np.array_equal(sound.samples, SOUND)
+    frames = np.zeros((3, 4, 6, 3), dtype=np.uint8)
+    stage = staged(Sounding(VideoWithAudio(frames, AudioChunk(SOUND, 8000))))
+    put(stage, "a")
+    video = stage.drain()[-1].payload
+    assert isinstance(video, VideoChunk)
+    assert video.audio is not None
+    assert np.array_equal(video.audio.samples, SOUND)
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        (np.full(4, np.nan, dtype=np.float32), "NaN or infinite"),
+        (np.zeros((1, 2, 3), dtype=np.float32), "not a sound"),
+        (np.zeros(0, dtype=np.float32), "not a sound"),
+    ],
+)
+def test_what_is_no_sound_is_an_error(samples: np.ndarray, message: str) -> None:
+    frames = np.zeros((3, 4, 6, 3), dtype=np.uint8)
+    for result in (AudioChunk(samples, 8000), VideoWithAudio(frames, AudioChunk(samples, 8000))):
+        stage = staged(Sounding(result))
+        put(stage, "a")
+        last = stage.drain()[-1]
+        assert isinstance(last.error, StageError)
+        assert message in str(last.error)
 
 
 @pytest.mark.parametrize(("given", "fps"), [({}, 16.0), ({"fps": 8.0}, 8.0)])

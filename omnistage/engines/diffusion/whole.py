@@ -19,7 +19,16 @@ from omnistage.core.errors import ConfigError, OmniError, StageError
 from omnistage.core.failures import stage_failure
 from omnistage.core.params import DiffusionParams
 from omnistage.core.stage import StageStats
-from omnistage.core.types import DiffusionInput, ImageChunk, Progress, RequestInfo, StageChunk, StageInput, VideoChunk
+from omnistage.core.types import (
+    AudioChunk,
+    DiffusionInput,
+    ImageChunk,
+    Progress,
+    RequestInfo,
+    StageChunk,
+    StageInput,
+    VideoChunk,
+)
 from omnistage.engines.adapters.library import select
 from omnistage.engines.diffusion.request_queue import RequestQueue
 from omnistage.engines.stage import BatchedStage
@@ -28,8 +37,20 @@ OnStep = Callable[[int, int], None]
 """Called after every denoising step with how many are done, of how many. What it raises must not be caught."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class VideoWithAudio:
+    """A video `uint8 [frames, h, w, 3]` and its sound."""
+
+    frames: np.ndarray
+    audio: AudioChunk
+
+
+Generated = np.ndarray | AudioChunk | VideoWithAudio
+"""A picture `uint8 [h, w, 3]`, a video `uint8 [frames, h, w, 3]`, a sound, or a video with sound."""
+
+
 class WholePipeline(ABC):
-    """A pipeline that goes from prompt to pixels in one call."""
+    """A pipeline that goes from prompt to pixels or samples in one call."""
 
     fps: float = 16.0
     """Of videos, where the request does not say."""
@@ -39,8 +60,8 @@ class WholePipeline(ABC):
         """Raise an `OmniError` naming the parameter if this can never run. Thread-safe and cheap."""
 
     @abstractmethod
-    def draw(self, payload: DiffusionInput, params: DiffusionParams, seed: int, on_step: OnStep) -> np.ndarray:
-        """Draw once, whatever `params.n` is: a picture `uint8 [h, w, 3]`, or a video `uint8 [frames, h, w, 3]`.
+    def draw(self, payload: DiffusionInput, params: DiffusionParams, seed: int, on_step: OnStep) -> Generated:
+        """Generate one picture, video or sound, whatever `params.n` is.
 
         Called from a thread that is not the stage's, one call at a time.
         """
@@ -56,11 +77,11 @@ class _Abandoned(BaseException):
 class _Run:
     """One call of a pipeline in a thread of its own. Either the thread runs or the stage does, never both."""
 
-    def __init__(self, draw: Callable[[OnStep], np.ndarray], name: str) -> None:
+    def __init__(self, draw: Callable[[OnStep], Generated], name: str) -> None:
         self.at = (0, 0)
         """Steps done, of those that there are; none where the pipeline does not say."""
         self.ended = False
-        self.pixels: np.ndarray | None = None
+        self.result: Generated | None = None
         self.failure: OmniError | None = None
         self._draw = draw
         self._go = threading.Semaphore(0)
@@ -91,7 +112,7 @@ class _Run:
 
     def _main(self) -> None:
         try:
-            self.pixels = self._draw(self._on_step)
+            self.result = self._draw(self._on_step)
         except BaseException as error:  # the boundary of one request's pipeline; else the stage would never be woken
             if not self._abandoned:
                 self.failure = stage_failure(error, "the pipeline")
@@ -122,9 +143,9 @@ class _Request:
 class WholeStage(BatchedStage[DiffusionInput, DiffusionParams]):
     """Runs one `WholePipeline`, one picture at a time; a request that has begun is finished before the next.
 
-    Each request gives a started marker, a `Progress` a step, and an `ImageChunk` or `VideoChunk` for each of its n
-    pictures, the last of which carries the finish reason. The last step of a picture is followed by one that decodes
-    it.
+    Each request gives a started marker, a `Progress` a step, and an `ImageChunk`, `VideoChunk` or `AudioChunk` for
+    each of its n pictures, the last of which carries the finish reason. The last step of a picture is followed by one
+    that decodes it.
     """
 
     params_type = DiffusionParams
@@ -190,7 +211,7 @@ class WholeStage(BatchedStage[DiffusionInput, DiffusionParams]):
     def _begin(self, request: _Request) -> _Run:
         seed = (request.seed + request.index) % 2**63
 
-        def draw(on_step: OnStep) -> np.ndarray:
+        def draw(on_step: OnStep) -> Generated:
             return self.component.draw(request.payload, request.params, seed, on_step)
 
         return _Run(draw, f"omnistage-{self.name}-pipeline")
@@ -204,7 +225,7 @@ class WholeStage(BatchedStage[DiffusionInput, DiffusionParams]):
     def _emit(self, request_id: str, request: _Request, run: _Run) -> list[StageChunk]:
         """A picture is done, or failed."""
         try:
-            picture = self._picture(request, run)
+            payload = self._chunk(request, run)
         except OmniError as error:
             return [self._fail(request_id, error)]
         chunks: list[StageChunk] = []
@@ -215,19 +236,25 @@ class WholeStage(BatchedStage[DiffusionInput, DiffusionParams]):
         request.before += run.at[0]
         request.index += 1
         if request.index == request.params.n:
-            return [*chunks, self._finish(request_id, picture)]
-        return [*chunks, StageChunk(request_id, self.name, picture)]
+            return [*chunks, self._finish(request_id, payload)]
+        return [*chunks, StageChunk(request_id, self.name, payload)]
 
-    def _picture(self, request: _Request, run: _Run) -> ImageChunk | VideoChunk:
+    def _chunk(self, request: _Request, run: _Run) -> ImageChunk | VideoChunk | AudioChunk:
+        """What a run gave, checked."""
         if run.failure is not None:
             raise run.failure
-        pixels, seed = run.pixels, (request.seed + request.index) % 2**63
+        result, seed = run.result, (request.seed + request.index) % 2**63
+        audio = result.audio if isinstance(result, VideoWithAudio) else None
+        if isinstance(result, AudioChunk):
+            return _checked_audio(result)
+        pixels = result.frames if isinstance(result, VideoWithAudio) else result
         if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[-1:] != (3,):
             raise StageError("the pipeline returned no picture")
-        if pixels.ndim == 3:
+        if pixels.ndim == 3 and audio is None:
             return ImageChunk(pixels, request.index, seed=seed)
         if pixels.ndim == 4:
-            return VideoChunk(pixels, request.params.fps or self.component.fps, request.index, seed=seed)
+            sound = None if audio is None else _checked_audio(audio)
+            return VideoChunk(pixels, request.params.fps or self.component.fps, request.index, seed=seed, audio=sound)
         raise StageError(f"the pipeline returned an array of shape {pixels.shape}, which is not a picture")
 
     def _drop_current(self) -> None:
@@ -235,3 +262,12 @@ class WholeStage(BatchedStage[DiffusionInput, DiffusionParams]):
         run, self._run, self._current = self._run, None, None
         if run is not None:
             run.abandon()
+
+
+def _checked_audio(audio: AudioChunk) -> AudioChunk:
+    samples = audio.samples
+    if samples.ndim not in (1, 2) or not len(samples):
+        raise StageError(f"the pipeline returned samples of shape {samples.shape}, which are not a sound")
+    if not np.isfinite(samples).all():
+        raise StageError("the pipeline returned samples that are NaN or infinite")
+    return audio

@@ -114,6 +114,8 @@ class DiffusersEncoder(PromptEncoder):
             )
         if not video and params.fps is not None:
             raise InvalidRequestError("this model draws pictures, not videos; omit it", param="fps")
+        if params.seconds is not None:
+            raise InvalidRequestError("this model generates no sound; omit it", param="seconds")
         # Families with both scales check themselves which of them the negative prompt needs.
         off = params.guidance is not None and not true_cfg and len(self.jobs(payload, params)) < 2
         if params.negative_prompt and off:

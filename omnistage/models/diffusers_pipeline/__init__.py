@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from omnistage.config.checkpoint import ANY_PIPELINE
 from omnistage.core.family import Family
 from omnistage.models.lazy import lazy, lazy_factory
+
+
+def _pipeline_of(index: Mapping[str, object]) -> Path:
+    sound = lazy("diffusers_pipeline.inspection", "is_sound_pipeline")(index.get("_class_name"))
+    return Path(__file__).with_name("sound.yaml" if sound else "pipeline.yaml")
+
 
 FAMILY = Family(
     name="diffusers_pipeline",
@@ -14,6 +21,8 @@ FAMILY = Family(
     pipeline=Path(__file__).with_name("pipeline.yaml"),
     components={"diffusers_pipeline.draw": lazy_factory("diffusers_pipeline.component", "load")},
     bridges={},
-    # The component refuses pictures where its pipeline takes none.
-    processor=lambda model: lazy("_diffusers.processor", "DrawingProcessor")(takes_images=True),
+    processor=lambda model: lazy("diffusers_pipeline.processor", "processor_of")(model.hf_config),
+    tiny=lazy("diffusers_pipeline.tiny", "write"),
+    variants=("stable_audio",),
+    pipeline_of=_pipeline_of,
 )

@@ -27,17 +27,23 @@ from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
 from omnistage.core.validation import short_repr
-from omnistage.engines.diffusion.whole import OnStep, WholePipeline
+from omnistage.engines.diffusion.whole import Generated, OnStep, VideoWithAudio, WholePipeline
 from omnistage.models._diffusers.loading import INDEX, Parts, check_weights, diffusers
 from omnistage.models._diffusers.schedules import other_scheduler
 from omnistage.models.diffusers_pipeline.inspection import (
     ARGUMENTS,
     INPUT_ARGUMENTS,
     PIXEL_FIELDS,
+    SOUND_FIELDS,
     STEP_CALLBACKS,
     check_pipeline,
+    default_of,
+    gives_sound_alone,
+    output_fields,
+    pipeline_class,
     signature,
 )
+from omnistage.models.diffusers_pipeline.sounds import sample_rate_of, sound_of
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -56,8 +62,14 @@ class Pipeline(WholePipeline):
     """One pipeline object of diffusers."""
 
     def __init__(self, pipe: DiffusionPipeline) -> None:
+        cls = type(pipe)
         self.pipe = pipe
-        self.takes, self.needs = signature(type(pipe))
+        self.takes, self.needs = signature(cls)
+        self._sound_alone = gives_sound_alone(cls)
+        self._sample_rate = sample_rate_of(pipe) if output_fields(cls) & set(SOUND_FIELDS) else None
+        self._default_steps = int(default_of(cls, ARGUMENTS["steps"]) or 1)
+        # As fast as it draws them; else sound and frames would not agree.
+        self.fps = float(default_of(cls, ("frame_rate", "fps")) or WholePipeline.fps)
 
     def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
         arguments = self._arguments(payload, params)
@@ -69,20 +81,22 @@ class Pipeline(WholePipeline):
                 raise InvalidRequestError(
                     "not supported by this model, whose denoising loop is diffusers'; omit it", param=field
                 )
+        if self._sound_alone and params.n > 1:
+            raise InvalidRequestError("must be 1 for sound; send several requests", param="n")
         other_scheduler(getattr(self.pipe, "scheduler", None), params.scheduler)
 
-    def draw(self, payload: DiffusionInput, params: DiffusionParams, seed: int, on_step: OnStep) -> np.ndarray:
+    def draw(self, payload: DiffusionInput, params: DiffusionParams, seed: int, on_step: OnStep) -> Generated:
         arguments = self._arguments(payload, params)
         if "generator" in self.takes:
             arguments["generator"] = torch.Generator().manual_seed(seed)
         if "output_type" in self.takes:
-            arguments["output_type"] = "pil"
+            arguments["output_type"] = "np" if self._sound_alone else "pil"
         done = 0
 
         def on_step_end(pipe: DiffusionPipeline, _step: int, _time: object, tensors: _Tensors) -> _Tensors:
             nonlocal done
             done += 1
-            on_step(done, _steps(pipe, params))
+            on_step(done, self._steps(pipe, params))
             return tensors
 
         if "callback_on_step_end" in self.takes:
@@ -101,14 +115,14 @@ class Pipeline(WholePipeline):
                 raise
             # Before the first step, it is diffusers' own check of what it was given.
             reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
-            raise InvalidRequestError(f"{type(self.pipe).__name__} cannot draw this: {reason}") from error
+            raise InvalidRequestError(f"{type(self.pipe).__name__} cannot run this: {reason}") from error
         except _CODE_ERRORS as error:
             log_defect("a pipeline of diffusers", error)
             raise StageError(f"{type(self.pipe).__name__} failed {_where(error, done)}") from error
         finally:
             if stock is not None:
                 self.pipe.scheduler = stock
-        return pixels_of(output)
+        return self._result(output)
 
     # --------------------------------------------------------------------------------------------- pieces
 
@@ -130,16 +144,44 @@ class Pipeline(WholePipeline):
             arguments["prompt"] = payload.prompt
         elif "class_labels" in self.takes:
             arguments["class_labels"] = [self._label(payload.prompt)]
-        if payload.images:
-            if "image" not in self.takes:
-                raise UnsupportedModalityError("not supported by this model; omit it", param="image")
-            pictures = [Image.fromarray(image) for image in payload.images]
-            arguments["image"] = pictures[0] if len(pictures) == 1 else pictures
+        arguments |= self._pictures([Image.fromarray(image) for image in payload.images])
         if payload.mask is not None:
             if "mask_image" not in self.takes:
                 raise UnsupportedModalityError("not supported by this model; omit it", param="mask")
             arguments["mask_image"] = Image.fromarray(payload.mask)
         return arguments
+
+    def _pictures(self, pictures: list[Image.Image]) -> dict[str, object]:
+        """The request's pictures under diffusers' names: to start from, to control, or the first and the last frame."""
+        if "control_image" in self.takes:
+            names = [name for name in ("image", "control_image") if name in self.takes]
+            if len(pictures) != len(names):
+                wanted = "one picture, which controls" if len(names) == 1 else "a picture, then one that controls"
+                raise InvalidRequestError(
+                    f"{type(self.pipe).__name__} takes {wanted}; got {len(pictures)}", param="image"
+                )
+            return dict(zip(names, pictures, strict=True))
+        if not pictures:
+            return {}
+        if "image" not in self.takes:
+            raise UnsupportedModalityError("not supported by this model; omit it", param="image")
+        if "last_image" in self.takes and len(pictures) == 2:
+            return {"image": pictures[0], "last_image": pictures[1]}
+        return {"image": pictures[0] if len(pictures) == 1 else pictures}
+
+    def _result(self, output: object) -> Generated:
+        sound = None if self._sample_rate is None else sound_of(output, self._sample_rate)
+        if self._sound_alone:
+            if sound is None:
+                raise StageError(f"the pipeline returned {type(output).__name__}, which holds no sound")
+            return sound
+        pixels = pixels_of(output)
+        return pixels if sound is None else VideoWithAudio(pixels, sound)
+
+    def _steps(self, pipe: DiffusionPipeline, params: DiffusionParams) -> int:
+        """Steps of the call that runs: pipelines note them, as an input picture's strength makes them fewer."""
+        count = getattr(pipe, "num_timesteps", None)
+        return count if isinstance(count, int) else params.steps or self._default_steps
 
     def _label(self, prompt: str) -> int:
         """The class that a prompt names, by its number or one of its names."""
@@ -161,12 +203,6 @@ def _where(error: Exception, done: int) -> str:
     reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
     place = f"{Path(last.filename).name}:{last.lineno} in {last.name}"
     return f"after step {done}, at {place} ({type(error).__name__}: {reason})"
-
-
-def _steps(pipe: DiffusionPipeline, params: DiffusionParams) -> int:
-    """Steps of the call that runs: pipelines note them, as an input picture's strength makes them fewer."""
-    count = getattr(pipe, "num_timesteps", None)
-    return count if isinstance(count, int) else params.steps or 1
 
 
 # --------------------------------------------------------------------------------------------------- pixels
@@ -230,11 +266,11 @@ def load(context: LoadContext) -> Pipeline:
 
 
 def _pipeline_class(parts: Parts) -> type[DiffusionPipeline]:
-    name, package = parts.pipeline_class, diffusers()
-    cls = getattr(package, name, None) if not name.startswith("_") else None
-    if not isinstance(cls, type) or not issubclass(cls, package.DiffusionPipeline):
+    name = parts.pipeline_class
+    cls = pipeline_class(name)
+    if cls is None:
         raise UnsupportedModelError(
-            f"{name}, which {parts.folder / INDEX} names, is not a pipeline of diffusers {package.__version__} as "
+            f"{name}, which {parts.folder / INDEX} names, is not a pipeline of diffusers {diffusers().__version__} as "
             "installed here; code in a checkpoint is not run"
         )
     check_pipeline(cls)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING
 
 from omnistage.core.errors import UnsupportedModelError
 from omnistage.models._diffusers import private_api
+from omnistage.models._diffusers.loading import diffusers
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -26,22 +27,51 @@ ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "control_scale": ("controlnet_conditioning_scale",),
     "num_frames": ("num_frames", "video_length"),
     "fps": ("frame_rate", "fps", "num_frames"),
+    "seconds": ("audio_end_in_s", "audio_length_in_s", "audio_duration", "audio_duration_s", "duration"),
     "max_sequence_length": ("max_sequence_length",),
     "seed": ("generator",),
 }
 """Our parameters, and what diffusers' pipelines call them; the first that a pipeline has is used."""
-INPUT_ARGUMENTS = {"prompt": "prompt", "image": "image", "mask_image": "mask", "class_labels": "prompt"}
+INPUT_ARGUMENTS = {
+    "prompt": "prompt",
+    "image": "image",
+    "control_image": "image",
+    "mask_image": "mask",
+    "class_labels": "prompt",
+}
 """Arguments that are made of the prompt and its pictures, by the name under which a request gives them."""
 
+_NEEDED_INPUTS: Mapping[str, str] = {
+    "AnimateDiffControlNetPipeline": "conditioning_frames",
+    "AnimateDiffSparseControlNetPipeline": "conditioning_frames",
+    "AnimateDiffVideoToVideoControlNetPipeline": "video",
+    "AnimateDiffVideoToVideoPipeline": "video",
+    "CogVideoXFunControlPipeline": "control_video",
+    "CogVideoXVideoToVideoPipeline": "video",
+    "IFImg2ImgSuperResolutionPipeline": "original_image",
+    "IFInpaintingSuperResolutionPipeline": "original_image",
+    "LTX2DFRTemporalRefinePipeline": "latents",
+    "LTX2LatentUpsamplePipeline": "video",
+    "LTXLatentUpsamplePipeline": "video",
+    "SanaWMPipeline": "action",
+    "StableAudio3AudioToAudioPipeline": "audio",
+    "StableAudio3InpaintPipeline": "audio",
+    "VideoToVideoSDPipeline": "video",
+    "WanVideoToVideoPipeline": "video",
+}
+"""Arguments that have a default and without which the pipeline's call fails all the same."""
+_HIGH_DYNAMIC_RANGE = frozenset({"LTX2HDRPipeline"})
+"""Their frames are beyond what eight bits hold."""
 PIXEL_FIELDS = ("frames", "images", "image")
 """Where the outputs of pipelines have their pixels, in the order in which they are looked at."""
-_SOUND_FIELDS = frozenset({"audio", "audios", "sound"})
+SOUND_FIELDS = ("audios", "audio")
+"""Where they have their samples."""
 STEP_CALLBACKS = frozenset({"callback_on_step_end", "callback"})
 """What a pipeline calls after a step; the second is the older one."""
 
 
 def check_pipeline(cls: type[DiffusionPipeline]) -> None:
-    """Refuse a pipeline that no request could call, or that gives no picture and no video."""
+    """Refuse a pipeline that no request could call, or that gives no picture, no video and no sound."""
     if private_api.fetches_checkpoints(cls):
         raise UnsupportedModelError(
             f"{cls.__name__} fetches other checkpoints by itself; serve one of its parts instead"
@@ -52,16 +82,42 @@ def check_pipeline(cls: type[DiffusionPipeline]) -> None:
         raise UnsupportedModelError(
             f"{cls.__name__} cannot be called without {', '.join(unknown)}, which no request can give"
         )
+    if needed := _NEEDED_INPUTS.get(cls.__name__):
+        raise UnsupportedModelError(f"{cls.__name__} fails without {needed}, which no request can give")
+    if cls.__name__ in _HIGH_DYNAMIC_RANGE:
+        raise UnsupportedModelError(f"{cls.__name__} gives frames of high dynamic range, which would be cut to 8 bits")
     given = output_fields(cls)
-    if given and not given & set(PIXEL_FIELDS):
+    if given and not given & {*PIXEL_FIELDS, *SOUND_FIELDS}:
         raise UnsupportedModelError(
-            f"{cls.__name__} gives {', '.join(sorted(given))}; only pipelines that give images or frames are served"
+            f"{cls.__name__} gives {', '.join(sorted(given))}; only pipelines that give images, frames or audio are "
+            "served"
         )
-    if sound := given & _SOUND_FIELDS:
-        raise UnsupportedModelError(
-            f"{cls.__name__} gives {', '.join(sorted(sound))} with its frames, which would be lost; videos have no "
-            "sound here yet"
-        )
+
+
+def pipeline_class(name: object) -> type[DiffusionPipeline] | None:
+    """The pipeline of diffusers that has this name; None where the installed release has none."""
+    package = diffusers()
+    cls = getattr(package, name, None) if isinstance(name, str) and not name.startswith("_") else None
+    return cls if isinstance(cls, type) and issubclass(cls, package.DiffusionPipeline) else None
+
+
+def is_sound_pipeline(name: object) -> bool:
+    """Whether a name is that of a pipeline that gives sound and no pixels."""
+    cls = pipeline_class(name)
+    return cls is not None and gives_sound_alone(cls)
+
+
+def gives_sound_alone(cls: type[DiffusionPipeline]) -> bool:
+    """Whether a pipeline gives sound and no pixels."""
+    given = output_fields(cls)
+    return bool(given & set(SOUND_FIELDS)) and not given & set(PIXEL_FIELDS)
+
+
+def default_of(cls: type[DiffusionPipeline], names: Sequence[str]) -> float | None:
+    """The default of the first of these arguments that a pipeline's call has, where that is a number."""
+    parameters = inspect.signature(cls.__call__).parameters
+    value = next((parameters[name].default for name in names if name in parameters), None)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def signature(cls: type[DiffusionPipeline]) -> tuple[frozenset[str], frozenset[str]]:

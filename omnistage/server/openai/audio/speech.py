@@ -21,8 +21,10 @@ from omnistage.core.errors import (
     OmniError,
     UnsupportedModalityError,
 )
-from omnistage.core.family import SpeechReader
+from omnistage.core.family import DrawingProcessor, SpeechReader
+from omnistage.core.params import DiffusionParams, StageParams
 from omnistage.core.types import FinishReason, Modality
+from omnistage.media.audio_output import channels_of
 from omnistage.media.tempo import MAX_SPEED, MIN_SPEED, TempoStretcher
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.pipeline.outputs import OmniRequestOutput, Usage
@@ -66,6 +68,11 @@ class SpeechRequest(WireModel):
     # Ours
     seed: Seed | None = None
     timeout: Finite | None = None
+    # For diffusion models that generate sound, by the names of their parameters
+    seconds: Finite | None = Field(default=None, description="Length of the sound.")
+    steps: int | None = Field(default=None, description="Denoising steps.")
+    guidance: Finite | None = Field(default=None, description="How closely to follow the input.")
+    negative_prompt: str | None = Field(default=None, description="What to avoid.")
 
 
 class SpeechEvent(TypedDict):
@@ -86,7 +93,7 @@ async def speech(body: SpeechRequest, request: Request) -> Response:
         raise UnsupportedModalityError("this model has no audio output; use one that has", param="model")
     options = RequestOptions(["audio"], voice_name(body.voice), 0, body.timeout)
     messages = _messages(body, model)
-    params = model.with_seed(body.seed, {})
+    params = model.with_seed(body.seed, _sound_params(body, model))
     speed = 1.0 if body.speed is None else body.speed
     running = service.run_request(holder, model, messages, params, options, rename={"prompt": "input"})
     # A model that has nothing but speech to give generates tokens for it.
@@ -112,6 +119,20 @@ def _messages(body: SpeechRequest, model: ServedModel) -> list[dict[str, object]
     return [{"role": "user", "content": f"{content}{body.input}"}]
 
 
+def _sound_params(body: SpeechRequest, model: ServedModel) -> dict[str, StageParams]:
+    """The parameters of a diffusion model. Raises where one is sent to another kind of model."""
+    sent = sorted({"seconds", "steps", "guidance", "negative_prompt"} & body.model_fields_set)
+    sent = [name for name in sent if getattr(body, name) is not None]
+    if not sent:
+        return {}
+    stage = model.stage_for_params(DiffusionParams)
+    if stage is None or not isinstance(model.omni.processor, DrawingProcessor):
+        raise InvalidRequestError(
+            "parameter not supported; it is for diffusion models that generate sound", param=sent[0]
+        )
+    return {stage: DiffusionParams.parse({name: getattr(body, name) for name in sent})}
+
+
 async def _pieces(
     running: Running, format: str, *, reads: bool, speed: float
 ) -> AsyncGenerator[bytes | OmniRequestOutput]:
@@ -128,7 +149,10 @@ async def _pieces(
     async with running as stream:
         async for item in stream:
             if item.audio is not None:
-                writer = writer or audio_writer(format, item.audio.sample_rate)
+                channels = channels_of(item.audio.samples)
+                writer = writer or audio_writer(format, item.audio.sample_rate, channels)
+                if speed != 1.0 and channels > 1:
+                    raise InvalidRequestError("must be 1 for sound with several channels", param="speed")
                 if speed != 1.0 and tempo is None:
                     tempo = TempoStretcher(item.audio.sample_rate, speed)
                 samples = np.asarray(item.audio.samples, dtype=np.float32)
