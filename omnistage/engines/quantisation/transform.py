@@ -21,6 +21,7 @@ from torch import nn
 from omnistage.config.quantize import QuantizeConfig
 from omnistage.core.errors import ConfigError, InternalError, MissingDependencyError
 from omnistage.engines.ar.merged import MergedLinear, merge_linears
+from omnistage.engines.ar.packed_linear import PackedLinear
 from omnistage.engines.quantisation.packed import PackedInt8Linear, has_packed_int8, int8_rows, pack_linear
 from omnistage.engines.quantisation.rules import layers_to_quantise
 
@@ -174,6 +175,8 @@ def full_weights(network: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def is_quantised(layer: nn.Linear) -> bool:
+    if isinstance(layer, PackedLinear):
+        return False
     return isinstance(layer, PackedInt8Linear) or type(layer._parameters.get("weight")) is not nn.Parameter
 
 
@@ -183,6 +186,8 @@ def network_bytes(network: nn.Module) -> int:
     for module in network.modules():
         if isinstance(module, PackedInt8Linear):
             sizes[id(module)] = quantised_bytes(module.in_features, module.out_features, QuantizeConfig(scheme="int8"))
+        elif isinstance(module, PackedLinear):
+            sizes[id(module)] = module.weight_bytes
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 for part in _plain_tensors(tensor):
