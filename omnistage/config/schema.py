@@ -69,7 +69,12 @@ class ARBudget(ConfigModel):
         default="auto", description="Compile the layers: slower start, faster steps; auto: large models on CUDA."
     )
     merge_linears: Literal["auto"] | bool = Field(
-        default="auto", description="Compute layers over the same input as one product; auto: on CUDA."
+        default="auto",
+        description="Compute layers over the same input as one product; auto: on CUDA, and where weights are packed.",
+    )
+    pack_weights: bool = Field(
+        default=True,
+        description="Keep weights in the layout of the CPU's kernels for few rows; only used on x86 in float32.",
     )
     run_ahead: Literal["auto"] | bool = Field(
         default="auto", description="Launch a step before the last one's tokens are read; auto: on CUDA."

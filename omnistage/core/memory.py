@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -41,3 +42,13 @@ def _kilobytes(file: Path, name: str) -> int | None:
         return None
     line = next((line for line in lines if line.startswith(name)), None)
     return None if line is None else int(line.split()[1]) * 1024
+
+
+def trim_heap() -> None:
+    """Give freed memory back to the system, where the C library can: glibc keeps much of it for later."""
+    try:
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
+    except (OSError, TypeError):  # Windows has no library without a name
+        return
+    if trim is not None:
+        trim(0)

@@ -6,7 +6,6 @@ none left. It holds them as long as anything of its media is alive.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import sys
 import threading
@@ -21,7 +20,7 @@ from traceback import clear_frames
 
 from omnistage.core.cancellation import current_cancellation
 from omnistage.core.errors import LimitExceededError, QueueFullError
-from omnistage.core.memory import host_memory
+from omnistage.core.memory import host_memory, trim_heap
 from omnistage.media.context import current_owner
 from omnistage.media.limits import MIB
 
@@ -336,6 +335,4 @@ def _trim() -> None:
     global _trimming
     with _trim_lock:
         _trimming = False
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
-    if trim is not None:
-        trim(0)
+    trim_heap()

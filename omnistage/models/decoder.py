@@ -68,6 +68,10 @@ class DecoderComponent(ARComponent):
     def modules(self) -> tuple[nn.Module, ...]:
         return (self.model,)
 
+    @property
+    def heads(self) -> tuple[nn.Module, ...]:
+        return (self._head,)
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self._embedding(token_ids)  # type: ignore[no-any-return]
 

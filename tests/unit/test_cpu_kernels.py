@@ -83,9 +83,11 @@ def test_the_weight_comes_first_for_few_rows_alone(monkeypatch: pytest.MonkeyPat
 
 
 @needs_mkl
-def test_a_language_model_is_served_with_such_layers(tmp_path: Path) -> None:
+def test_a_language_model_without_packed_weights_has_such_layers(tmp_path: Path) -> None:
     write(tmp_path / "lm", seed=0)
-    parts = build_parts(OmniEngineArgs(model=str(tmp_path / "lm"), device="cpu", dtype="float32"), progress=False)
+    plain = ("thinker.budget.pack_weights=false",)
+    args = OmniEngineArgs(model=str(tmp_path / "lm"), device="cpu", dtype="float32", overrides=plain)
+    parts = build_parts(args, progress=False)
     stage = parts.stages["thinker"]
     assert isinstance(stage, ARStage)
     assert isinstance(stage.component, CausalLM)

@@ -176,6 +176,11 @@ class ARComponent(ABC):
         """Networks with repeated `.layers` that run in every step; the engine may merge linear layers and compile."""
         return (self.decoder,)
 
+    @property
+    def heads(self) -> tuple[nn.Module, ...]:
+        """Modules that `logits` computes with; the engine may exchange linear layers of them for faster ones."""
+        return ()
+
     def shard(self, group: RankGroup, device: torch.device) -> None:
         """Keep one rank's share of the weights, on `device`, with its share of the KV heads in `spec`."""
         del group, device

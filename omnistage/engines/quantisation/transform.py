@@ -22,6 +22,7 @@ from omnistage.config.quantize import QuantizeConfig
 from omnistage.core.errors import ConfigError, InternalError, MissingDependencyError
 from omnistage.engines.ar.experts import compute_quantised
 from omnistage.engines.ar.merged import MergedLinear, merge_linears
+from omnistage.engines.ar.packed_linear import PackedLinear
 from omnistage.engines.quantisation.experts import (
     QuantisedExperts,
     expert_inputs,
@@ -200,6 +201,8 @@ def full_weights(network: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def is_quantised(layer: nn.Linear) -> bool:
+    if isinstance(layer, PackedLinear):
+        return False
     return isinstance(layer, PackedInt8Linear) or type(layer._parameters.get("weight")) is not nn.Parameter
 
 
@@ -209,7 +212,9 @@ def network_bytes(network: nn.Module) -> int:
     for module in network.modules():
         if isinstance(module, PackedInt8Linear):
             sizes[id(module)] = quantised_bytes(module.in_features, module.out_features, QuantizeConfig(scheme="int8"))
-        if isinstance(module, QuantisedExperts):
+        elif isinstance(module, PackedLinear):
+            sizes[id(module)] = module.weight_bytes
+        elif isinstance(module, QuantisedExperts):
             sizes[id(module)] = module.packed_bytes
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:

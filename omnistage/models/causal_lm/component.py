@@ -105,6 +105,11 @@ class CausalLM(DecoderComponent):
     def recurrent_modules(self) -> Sequence[nn.Module]:
         return self._recurrent
 
+    @property
+    def heads(self) -> tuple[nn.Module, ...]:
+        head = self.model.get_output_embeddings()
+        return () if head is None else (head,)
+
     def shard(self, group: RankGroup, device: torch.device) -> None:
         from omnistage.engines.ar.sharding import shard_model
 
