@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from omnistage.core.clips import AudioClip
-    from omnistage.core.messages import ChatMessage
+    from omnistage.core.messages import ChatMessage, TemplateOptions
 
 
 DTypeName = Literal["auto", "float32", "float16", "bfloat16"]
@@ -259,6 +259,8 @@ class ChatInput:
     tokens: OmniTokensPrompt | None = None
     drawn: OmniTokensPrompt | None = None
     """A bare prompt as a user's message: what is read where only a picture is asked for."""
+    template: TemplateOptions | None = None
+    """How the chat template is applied; None: plainly."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,7 +21,7 @@ from omnistage.core.errors import (
     PromptTooLongError,
 )
 from omnistage.core.family import LoadContext
-from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, TextPart
+from omnistage.core.messages import PLAIN_TEMPLATE, AudioPart, ChatMessage, ImagePart, TemplateOptions, TextPart
 from omnistage.core.params import CodecParams
 from omnistage.core.types import ARInput, ChatInput, Modality, ModuleOutput, RequestInfo
 from omnistage.engines.byte_cache import ByteCache
@@ -113,7 +113,8 @@ class PromptBuilder:
             prompt = self._processor.tokens(payload.tokens)
         elif payload.messages:
             self._check_characters(sum(len(part.text) for part in _texts(payload.messages)))
-            prompt = self._processor.chat(payload.messages, payload.tools)
+            template = payload.template or PLAIN_TEMPLATE
+            prompt = self._processor.chat(payload.messages, payload.tools, template=template)
         elif payload.prompt is not None:
             self._check_characters(len(payload.prompt))
             prompt = self._processor.text(payload.prompt)
@@ -136,6 +137,12 @@ class PromptBuilder:
         """The text of tokens, special ones included."""
         return self._processor.decode(token_ids)
 
+    def check_template(self, template: TemplateOptions) -> None:
+        """Each problem is the template's own, found when it is applied."""
+
+    def has_variable(self, name: str) -> bool:
+        return self._processor.has_variable(name)
+
     def _check_characters(self, count: int) -> None:
         if count > self._max_characters:
             raise PromptTooLongError(
@@ -157,6 +164,15 @@ class Conversations:
 
     def prompt(self, payload: ChatInput) -> ChatInput:
         return replace(payload, drawn=None)
+
+    def check_template(self, template: TemplateOptions) -> None:
+        """Raise for options, which the server's own template would not see."""
+        if template is not PLAIN_TEMPLATE:
+            param = "continue_final_message" if template.continue_final else "chat_template_kwargs"
+            raise InvalidRequestError("the language model's server has its template; leave it out", param=param)
+
+    def has_variable(self, name: str) -> bool:
+        return False
 
     def read_aloud(self, text: str) -> ARInput:
         """Nothing to generate, with a text beside it that is spoken verbatim."""

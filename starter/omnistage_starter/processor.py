@@ -12,7 +12,8 @@ from pathlib import Path
 from omnistage.core.checkpoint import Checkpoint
 from omnistage.core.clips import AudioClip
 from omnistage.core.errors import InvalidRequestError, QueueFullError, UnsupportedModalityError
-from omnistage.core.messages import ChatMessage
+from omnistage.core.family import ThinkBlock
+from omnistage.core.messages import PLAIN_TEMPLATE, ChatMessage, TemplateOptions
 from omnistage.core.types import ARInput, ChatInput, Modality, OmniTokensPrompt
 from omnistage.models.chat_template import ToolSpec
 from omnistage_starter.hear import (
@@ -69,8 +70,16 @@ class StarterProcessor:
         folder = model.folder
         return cls(folder, available_inputs(folder), prompts_of(model), local_voices())
 
-    def chat(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> ChatInput:
-        payload = ChatInput(tuple(messages), tuple(tools))
+    def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSpec] = (),
+        *,
+        thinking: bool | None = None,
+        template: TemplateOptions = PLAIN_TEMPLATE,
+    ) -> ChatInput:
+        self._prompts.check_template(template)
+        payload = ChatInput(tuple(messages), tuple(tools), template=None if template is PLAIN_TEMPLATE else template)
         if read_aloud_text(messages) is not None:
             return payload  # never tokenized
         if has_media(messages):
@@ -78,6 +87,13 @@ class StarterProcessor:
             self._prompts.prompt(replace(payload, messages=replace_media(messages, itertools.repeat(""))))
             return payload
         return replace(payload, tokens=self._tokens(payload))
+
+    def has_variable(self, name: str) -> bool:
+        return self._prompts.has_variable(name)
+
+    def think_block(self, thinking: bool | None) -> ThinkBlock | None:
+        """None: its language model does not think."""
+        return None
 
     def text(self, prompt: str) -> ChatInput:
         payload = ChatInput(prompt=prompt)

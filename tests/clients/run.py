@@ -21,7 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 WAYS = ("chat", "stream", "tools", "structured", "speech", "transcription", "picture", "realtime", "load")
-INSTALL_SECONDS, RUN_SECONDS = 900, 300
+INSTALL_SECONDS, RUN_SECONDS = 1800, 900
 
 
 @dataclass(frozen=True)

@@ -21,48 +21,61 @@ class Row:
     outcome: Outcome = "yes"
     why: str = ""
     beside: dict[str, Any] = field(default_factory=dict)
+    unseen: str = ""
+    """Why the response is the same without it; empty: it is another one."""
 
 
 def yes(value: Any, **beside: Any) -> Row:
     return Row(value, beside=beside)
 
 
-def ignored(value: Any, why: str) -> Row:
-    return Row(value, "ignored", why)
+def unseen(value: Any, reason: str, **beside: Any) -> Row:
+    """Served, with an effect that this response does not show."""
+    return Row(value, beside=beside, unseen=reason)
+
+
+def ignored(value: Any, why: str, **beside: Any) -> Row:
+    return Row(value, "ignored", why, beside)
 
 
 def refused(value: Any, why: str, **beside: Any) -> Row:
     return Row(value, "refused", why, beside)
 
 
+_WHO = "says who asks"
+_WHEN = "when it runs"
+_AB: dict[str, Any] = {"temperature": 0, "structured_outputs": {"regex": "( a| b| c| the| of){10}"}}
+"""Greedily, with letters that come again."""
+_TO_B: dict[str, Any] = {"structured_outputs": {"regex": "ab"}}
 _SAMPLED: dict[str, Row] = {
-    "temperature": yes(0.5),
-    "top_p": yes(0.9),
-    "top_k": yes(5),
-    "min_p": yes(0.1),
-    "presence_penalty": yes(0.5),
-    "frequency_penalty": yes(0.5),
-    "repetition_penalty": yes(1.1),
+    "temperature": yes(0.0),
+    "top_p": yes(0.001),
+    "top_k": yes(1),
+    "min_p": yes(1.0),
+    "presence_penalty": yes(2.0, **_AB),
+    "frequency_penalty": yes(2.0, **_AB),
+    "repetition_penalty": yes(2.0, **_AB),
     "seed": yes(-3),
-    "stop": yes(["end"]),
+    "stop": yes(["b"], **_TO_B),
     "stream": yes(True),
     "model": yes("lm"),
-    "user": yes("u"),
-    "ignore_eos": yes(True),
-    "include_stop_str_in_output": yes(True, stop=["a"]),
+    "user": unseen("u", _WHO),
+    "ignore_eos": yes(True, **_TO_B),
+    "include_stop_str_in_output": yes(True, stop=["b"], **_TO_B),
     "structured_outputs": yes({"choice": ["on", "off"]}),
     "lora": yes([{"name": "french", "weight": 0.5}]),
-    "priority": yes(1),
-    "timeout": yes(30),
+    "priority": unseen(1, _WHEN),
+    "timeout": unseen(30, _WHEN),
 }
+_EOS: dict[str, Any] = {"logit_bias": {"877": 100}}
 _TEXT: dict[str, Row] = {
     **_SAMPLED,
     "n": yes(2),
-    "logit_bias": yes({"5": 1}),
-    "min_tokens": yes(1),
-    "stop_token_ids": yes([5]),
+    "logit_bias": yes({"5": 100}),
+    "min_tokens": yes(3, **_EOS),
+    "stop_token_ids": yes([5], logit_bias={"5": 100}),
     "allowed_token_ids": yes([5, 6, 7]),
-    "skip_special_tokens": yes(False),
+    "skip_special_tokens": yes(False, **_EOS, ignore_eos=True),
     "return_token_ids": yes(True),
     "stream_options": yes({"include_usage": True, "continuous_usage_stats": True}, stream=True),
     "spaces_between_special_tokens": ignored(False, "the tokenizer decides"),
@@ -87,17 +100,21 @@ _TEXT: dict[str, Row] = {
     "guided_grammar": refused("a", "the older form of structured_outputs"),
 }
 _OPEN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+_CACHED = "prefixes are always reused"
 _OF_OPENAI: dict[str, Row] = {
-    "metadata": yes({"a": "b"}),
-    "safety_identifier": yes("s"),
-    "prompt_cache_key": yes("k"),
-    "prompt_cache_retention": yes("24h"),
-    "prompt_cache_options": yes({"mode": "implicit"}),
+    "metadata": unseen({"a": "b"}, _WHO),
+    "safety_identifier": unseen("s", _WHO),
+    "prompt_cache_key": unseen("k", _WHO),
+    "prompt_cache_retention": unseen("24h", _CACHED),
+    "prompt_cache_options": unseen({"mode": "implicit"}, _CACHED),
     "service_tier": yes("auto"),
-    "parallel_tool_calls": yes(False),
+    "parallel_tool_calls": unseen(False, "of one call"),
     "moderation": refused({"model": "m"}, "no such filter; see --content-filter"),
 }
 _SOUND_ONLY = "speech has none; for diffusion models that generate sound"
+_ENGLISH = "the starter hears English alone"
+_SECONDS = "by the starter, which counts seconds; others count tokens"
+_LIKELIEST = "a transcription takes the likeliest words"
 FIELDS: dict[str, dict[str, Row]] = {
     "chat/completions": {
         **_TEXT,
@@ -105,24 +122,20 @@ FIELDS: dict[str, dict[str, Row]] = {
         "messages": yes([{"role": "user", "content": "Hi"}]),
         "max_tokens": yes(3),
         "max_completion_tokens": yes(3),
-        "modalities": yes(["text"]),
-        "audio": yes({"voice": "alloy"}, model="starter", modalities=["text", "audio"]),
+        "modalities": yes(["text", "audio"], model="starter"),
+        "audio": yes({"voice": "alloy", "format": "flac"}, model="starter", modalities=["text", "audio"]),
         "logprobs": yes(True),
         "top_logprobs": yes(2, logprobs=True),
         "response_format": yes({"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}),
         "tools": yes([{"type": "function", "function": FUNCTION}]),
-        "tool_choice": yes("none", tools=[{"type": "function", "function": FUNCTION}]),
-        "prediction": yes({"type": "content", "content": "x"}),
+        "tool_choice": yes("required", tools=[{"type": "function", "function": FUNCTION}], max_tokens=80),
+        "prediction": ignored({"type": "content", "content": "x"}, "could only change the speed"),
         "verbosity": ignored("low", "the model decides"),
         "reasoning_effort": ignored("high", "where the chat template does not know it; `none` turns thinking off"),
-        "chat_template_kwargs": yes({"enable_thinking": False}),
-        "continue_final_message": yes(
-            True,
-            add_generation_prompt=False,
-            messages=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
-        ),
-        "add_generation_prompt": yes(True),
-        "use_audio_in_video": yes(False),
+        "chat_template_kwargs": unseen({"enable_thinking": False}, "this model never thinks"),
+        "continue_final_message": yes(True, messages=_OPEN),
+        "add_generation_prompt": unseen(False, "as it is anyway", continue_final_message=True, messages=_OPEN),
+        "use_audio_in_video": unseen(False, "the default"),
         "drawing": yes({"steps": 1}, model="starter", modalities=["image"]),
         "store": refused(True, "chats are not stored; /v1/responses are"),
         "functions": refused([FUNCTION], "the older form of tools"),
@@ -154,18 +167,23 @@ FIELDS: dict[str, dict[str, Row]] = {
         "text": yes({"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}),
         "text.verbosity": ignored({"verbosity": "low"}, "the model decides"),
         "tools": yes([{"type": "function", **FUNCTION}]),
-        "tool_choice": yes("none", tools=[{"type": "function", **FUNCTION}]),
+        "tool_choice": yes("required", tools=[{"type": "function", **FUNCTION}], max_output_tokens=80),
         "store": yes(False),
         "previous_response_id": refused("resp_x", "a response that is no longer stored"),
         "include": yes(["message.output_text.logprobs"]),
         "top_logprobs": yes(2),
+        "metadata": yes({"a": "b"}),
+        "safety_identifier": yes("s"),
+        "prompt_cache_key": yes("k"),
+        "user": yes("u"),
+        "parallel_tool_calls": yes(False),
         "max_tool_calls": yes(2),
         "reasoning": yes({"effort": "none"}),
         "reasoning.effort": ignored({"effort": "high"}, "where the chat template does not know it"),
         "reasoning.summary": ignored({"summary": "detailed"}, "the reasoning itself is returned"),
-        "image": yes({"context_compression": "auto"}),
-        "modalities": yes(["text"]),
-        "audio": yes({"voice": "alloy"}, model="starter", modalities=["text", "audio"]),
+        "image": unseen({"context_compression": "auto"}, "there is no picture"),
+        "modalities": yes(["text", "audio"], model="starter"),
+        "audio": yes({"voice": "alloy", "format": "flac"}, model="starter", modalities=["text", "audio"]),
         "truncation": refused("auto", "a conversation is never cut"),
         "background": refused(True, "no background work"),
         "conversation": refused("conv_1", "conversations are not stored; send previous_response_id"),
@@ -176,13 +194,13 @@ FIELDS: dict[str, dict[str, Row]] = {
     "audio/speech": {
         "model": yes("starter"),
         "input": yes("Hello there."),
-        "voice": yes("alloy"),
+        "voice": unseen("alloy", "the starter has one voice"),
         "response_format": yes("wav"),
         "stream_format": yes("sse"),
         "speed": yes(1.5),
         "seed": yes(3),
-        "stream": yes(True),
-        "timeout": yes(30),
+        "stream": unseen(True, "speech is always streamed"),
+        "timeout": unseen(30, _WHEN),
         "instructions": ignored("cheerfully", "by voices that read; chat models follow them"),
         "seconds": refused(1.5, _SOUND_ONLY),
         "steps": refused(4, _SOUND_ONLY),
@@ -197,13 +215,14 @@ FIELDS: dict[str, dict[str, Row]] = {
     "audio/transcriptions": {
         "file": yes(None),
         "model": yes("starter"),
-        "language": yes("en"),
-        "languages[]": yes("en"),
+        "language": unseen("en", _ENGLISH),
+        "languages[]": unseen("en", _ENGLISH),
         "response_format": yes("verbose_json"),
         "stream": yes("true"),
-        "stream_include_usage": yes("true", stream="true"),
-        "stream_continuous_usage_stats": yes("true", stream="true"),
-        "timeout": yes("30"),
+        "stream_include_usage": ignored("true", _SECONDS, stream="true"),
+        "stream_continuous_usage_stats": ignored("true", _SECONDS, stream="true"),
+        "max_completion_tokens": ignored("5", "a transcription is as long as the speech"),
+        "timeout": unseen("30", _WHEN),
         "prompt": ignored("Ann", "by the starter; others follow it"),
         "keywords[]": ignored("Ann", "by the starter; chat models follow it"),
         "temperature": ignored("0.5", "by the starter; chat models follow it"),
@@ -212,40 +231,48 @@ FIELDS: dict[str, dict[str, Row]] = {
         "include[]": refused("logprobs", "no log probabilities"),
         "known_speaker_names[]": refused("Ann", "speakers are not told apart"),
         "known_speaker_references[]": refused("data:,", "speakers are not told apart"),
-        "seed": refused("3", "nothing is sampled"),
+        "seed": refused("3", _LIKELIEST),
+        "n": refused("2", "there is one transcription"),
+        "top_p": refused("0.5", _LIKELIEST),
+        "top_k": refused("5", _LIKELIEST),
+        "min_p": refused("0.5", _LIKELIEST),
+        "frequency_penalty": refused("1", _LIKELIEST),
+        "presence_penalty": refused("1", _LIKELIEST),
+        "repetition_penalty": refused("2", _LIKELIEST),
+        "vllm_xargs": refused("{}", "no such extensions"),
         "to_language": refused("fr", "use /v1/audio/translations"),
     },
     "images/generations": {
         "model": yes("starter"),
         "prompt": yes("a red fox"),
         "n": yes(2),
-        "size": yes("1024x1024"),
-        "strict_size": yes(True),
+        "size": unseen("1024x1024", "the starter draws one size"),
+        "strict_size": unseen(True, "it draws that size"),
         "response_format": yes("url"),
         "output_format": yes("jpeg"),
         "output_compression": yes(80, output_format="jpeg"),
         "stream": yes(True),
-        "partial_images": yes(1, stream=True),
+        "partial_images": yes(1, stream=True, steps=4),
         "progress": yes(True, stream=True),
-        "user": yes("u"),
-        "safety_identifier": yes("u"),
-        "quality": yes("high"),
-        "moderation": yes("low"),
-        "input_fidelity": yes("high"),
-        "background": yes("opaque"),
+        "user": unseen("u", _WHO),
+        "safety_identifier": unseen("u", _WHO),
+        "quality": ignored("high", "the steps decide"),
+        "moderation": ignored("low", "see --content-filter"),
+        "input_fidelity": ignored("high", "the model decides"),
+        "background": unseen("opaque", "pictures are opaque"),
         "style": refused("vivid", "put it into the prompt"),
         "complexity": refused("low", "put it into the prompt"),
         "svg": refused({}, "pictures are pixels"),
         "frame_count": refused(2, "videos are jobs of /v1/videos"),
         "frame_duration_ms": refused(40, "videos are jobs of /v1/videos"),
-        "steps": yes(1),
+        "steps": yes(2),
         "num_inference_steps": yes(1, steps=None),
         "guidance": yes(2.0),
         "guidance_scale": yes(2.0),
         "seed": yes(3),
         "scheduler": yes("FlowMatchEulerDiscreteScheduler"),
-        "priority": yes(1),
-        "timeout": yes(60),
+        "priority": unseen(1, _WHEN),
+        "timeout": unseen(60, _WHEN),
         "true_cfg": refused(2.0, "by models without it"),
         "true_cfg_scale": refused(2.0, "by models without it"),
         "negative_prompt": refused("dark", "by models without it"),
@@ -256,13 +283,14 @@ FIELDS: dict[str, dict[str, Row]] = {
         "vae_use_tiling": refused(True, "the deployment decides"),
     },
 }
+_SEEDED = {"model": "lm", "temperature": 1.0, "seed": 7}
 BASE: dict[str, dict[str, Any]] = {
-    "chat/completions": {"model": "lm", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4},
-    "completions": {"model": "lm", "prompt": "Once", "max_tokens": 4},
-    "responses": {"model": "lm", "input": "Hello", "max_output_tokens": 4},
+    "chat/completions": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, **_SEEDED},
+    "completions": {"prompt": "Once", "max_tokens": 8, **_SEEDED},
+    "responses": {"input": "Hello", "max_output_tokens": 8, **_SEEDED},
     "audio/speech": {"model": "starter", "input": "Hello.", "response_format": "pcm"},
     "audio/transcriptions": {"model": "starter"},
-    "images/generations": {"model": "starter", "prompt": "a fox", "steps": 1},
+    "images/generations": {"model": "starter", "prompt": "a fox", "steps": 1, "seed": 5},
 }
 
 

@@ -118,6 +118,8 @@ def test_a_text_is_one_of_the_choices(client: openai.OpenAI) -> None:
         ("chat/completions", {**CHAT, "stream_options": {"include_usage": True}}, "stream_options"),
         ("chat/completions", {**CHAT, "seed": 2**64}, "seed"),
         ("images/generations", {"prompt": "a", "n": 11}, "n"),
+        ("images/generations", {"prompt": "a", "partial_images": 1}, "partial_images"),
+        ("images/generations", {"prompt": "a", "progress": True}, "progress"),
         ("completions", {"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
     ],
 )
@@ -131,9 +133,30 @@ def test_an_unknown_path_has_the_form_of_an_error(server: Running) -> None:
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "unknown_url"
     assert "GET /v1/engines" in answer.json()["error"]["message"]
+    answer = httpx.put(f"{server.url}/v1/models")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert answer.headers["allow"] in answer.json()["error"]["message"]
 
 
 # ------------------------------------------------------------------------------------------------------- tokens
+
+
+def test_the_last_message_is_continued(server: Running, client: openai.OpenAI) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "Hello, dear"}]
+    flags = {"continue_final_message": True, "add_generation_prompt": False}
+    tokens = post(server, "/tokenize", {"messages": messages, **flags}).json()["tokens"]
+    assert post(server, "/detokenize", {"tokens": tokens}).json()["prompt"].endswith("Hello, dear")
+    plain = client.completions.create(model="starter", prompt=tokens, max_tokens=8, temperature=0).choices[0].text
+    answer = client.chat.completions.create(
+        model="starter",
+        messages=messages,  # type: ignore[arg-type]
+        max_tokens=8,
+        temperature=0,
+        extra_body=flags,
+    )
+    assert answer.choices[0].message.content == plain
+    refused = post(server, "/v1/chat/completions", {**CHAT, "messages": HELLO, **flags})
+    assert refused.json()["error"]["param"] == "continue_final_message"
 
 
 def test_texts_become_tokens_and_texts_again(server: Running, client: openai.OpenAI) -> None:
@@ -182,6 +205,20 @@ def test_a_response_is_continued_fetched_and_forgotten(client: openai.OpenAI) ->
         client.responses.retrieve(hidden.id)
 
 
+def test_input_items_come_in_pages(server: Running, client: openai.OpenAI) -> None:
+    conversation: Any = [{"role": "user", "content": str(number)} for number in range(5)]
+    made = client.responses.create(model="starter", max_output_tokens=4, input=conversation)
+    pages = client.responses.input_items.list(made.id, limit=2, order="asc")
+    assert [len(page.data) for page in pages.iter_pages()] == [2, 2, 1]
+    items: list[Any] = list(client.responses.input_items.list(made.id, limit=2))
+    assert [item.content[0].text for item in items] == ["4", "3", "2", "1", "0"]
+    for query, param in ({"after": "item_9"}, "after"), ({"limit": 0}, "limit"), ({"order": "up"}, "order"):
+        answer = httpx.get(f"{server.url}/v1/responses/{made.id}/input_items", params=query)  # type: ignore[arg-type]
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    streamed = httpx.get(f"{server.url}/v1/responses/{made.id}", params={"stream": True})
+    assert (streamed.status_code, streamed.json()["error"]["param"]) == (400, "stream")
+
+
 def test_a_response_has_log_probabilities(client: openai.OpenAI) -> None:
     given: dict[str, Any] = {"model": "starter", "max_output_tokens": 6, "temperature": 0, "input": "Hello!"}
     given |= {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
@@ -221,8 +258,22 @@ def test_vllms_fields_give_vllms_events(server: Running) -> None:
     assert lines[-1] == "[DONE]"
     chunks = [json.loads(line) for line in lines[:-1]]
     assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == "the cat sees a bird"
+    assert {chunk["model"] for chunk in chunks} == {"starter"}
     plain = httpx.post(f"{server.url}/v1/audio/transcriptions", files={"file": speech}, timeout=60).json()
     assert isinstance(plain["usage"]["seconds"], int)
+    for form in ({"stream_include_usage": "true"}, {"stream_continuous_usage_stats": "true"}):
+        refused = httpx.post(f"{server.url}/v1/audio/transcriptions", data=form, files={"file": speech}, timeout=60)
+        assert [refused.json()["error"]["param"]] == list(form)
+
+
+def test_the_form_of_vllms_bench_is_served(server: Running) -> None:
+    speech = post(server, "/v1/audio/speech", {"input": "Hello there.", "response_format": "wav"}).content
+    form = {"model": "starter", "max_completion_tokens": "20", "stream": "True", "language": "en"}
+    form |= {"stream_include_usage": "True", "stream_continuous_usage_stats": "True"}
+    answer = httpx.post(f"{server.url}/v1/audio/transcriptions", data=form, files={"file": speech}, timeout=60)
+    assert answer.status_code == 200
+    ignored = {"max_completion_tokens", "stream_include_usage", "stream_continuous_usage_stats"}
+    assert set(answer.headers["x-omnistage-ignored"].split(", ")) == ignored
 
 
 def test_a_size_that_is_a_preference_gives_the_nearest(client: openai.OpenAI) -> None:

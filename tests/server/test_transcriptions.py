@@ -55,6 +55,18 @@ def test_a_sound_is_written_down_in_every_form(client: openai.OpenAI) -> None:
     assert verbose.segments == []
 
 
+def test_a_stream_has_the_usage_so_far(client: openai.OpenAI) -> None:
+    form = {"model": "omni", "stream": "true", "stream_include_usage": "true", "stream_continuous_usage_stats": "true"}
+    address = f"{client.base_url}audio/transcriptions"
+    answer = httpx.post(address, data=form, files={"file": ("said.wav", wav())}, timeout=120)
+    *chunks, last = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    assert all(chunk["model"] == "omni" for chunk in (*chunks, last))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == last["usage"]["completion_tokens"]
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {last["usage"]["prompt_tokens"]}
+
+
 def test_a_stream_gives_the_same_text(client: openai.OpenAI) -> None:
     plain = client.audio.transcriptions.create(**GIVEN)
     events = list(client.audio.transcriptions.create(**GIVEN, stream=True))

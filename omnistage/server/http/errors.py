@@ -175,6 +175,8 @@ def install(app: FastAPI) -> None:
         if error.status_code == 404 and error.detail == "Not Found":
             method, path = request.method[:10], request.url.path[:_SHOWN_PATH]
             return response_of(UnknownPathError(f"there is no {method} {path}; the paths are in /openapi.json"))
+        if error.status_code == 405:
+            return _not_allowed(request, error.headers or {})
         kind = _TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "server_error")
         body: ErrorBody = {"error": {"message": str(error.detail), "type": kind, "param": None, "code": None}}
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
@@ -183,6 +185,15 @@ def install(app: FastAPI) -> None:
     async def defect(_request: Request, error: Exception) -> JSONResponse:
         log_defect("a route", error)
         return response_of(InternalError("a defect"))
+
+
+def _not_allowed(request: Request, headers: Mapping[str, str]) -> JSONResponse:
+    path, allowed = request.url.path[:_SHOWN_PATH], headers.get("Allow", "")
+    message = f"{request.method[:10]} is not possible at {path}; send {allowed}"
+    body: ErrorBody = {
+        "error": {"message": message, "type": "invalid_request_error", "param": None, "code": "method_not_allowed"}
+    }
+    return JSONResponse(body, status_code=405, headers=dict(headers))
 
 
 def body_kind(content_type: str | None) -> Literal["json", "form"] | None:

@@ -23,7 +23,7 @@ from omnistage.server.http.openapi import response_docs
 from omnistage.server.http.routing import api_router, json_response
 from omnistage.server.openai.base import WireModel
 from omnistage.server.openai.request_models import Finite
-from omnistage.server.openai.running import final_output
+from omnistage.server.openai.running import final_output, named
 from omnistage.server.service import ServedModel
 
 router = api_router()
@@ -75,7 +75,7 @@ Texts = Annotated[_TextInput, PlainValidator(_parse_texts), WithJsonSchema(TypeA
 class EmbeddingRequest(WireModel):
     """`POST /v1/embeddings`."""
 
-    model: str
+    model: str | None = Field(default=None, description="May be left out where one model is served.")
     input: Annotated[_Input, PlainValidator(_parse_input), WithJsonSchema(TypeAdapter(_Input).json_schema())]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(default=None, ge=1, description="Cut to so many, then scaled to length 1.")
@@ -88,7 +88,7 @@ class EmbeddingRequest(WireModel):
 class ScoreRequest(WireModel):
     """`POST /v1/score`: one text against several, or as many pairs as there are texts in each."""
 
-    model: str
+    model: str | None = Field(default=None, description="May be left out where one model is served.")
     text_1: Texts
     text_2: Texts
     timeout: Finite | None = None
@@ -101,7 +101,7 @@ class RerankDocument(WireModel):
 class RerankRequest(WireModel):
     """`POST /v1/rerank`, as with Jina and Cohere."""
 
-    model: str
+    model: str | None = Field(default=None, description="May be left out where one model is served.")
     query: str = Field(min_length=1)
     documents: list[str | RerankDocument] = Field(min_length=1, max_length=MAX_TEXTS)
     top_n: int | None = Field(default=None, ge=1)
@@ -112,7 +112,7 @@ class RerankRequest(WireModel):
 class ModerationRequest(WireModel):
     """`POST /v1/moderations`."""
 
-    model: str
+    model: str | None = Field(default=None, description="May be left out where one model is served.")
     input: Texts
     timeout: Finite | None = None
 
@@ -189,6 +189,7 @@ class Moderation(TypedDict):
 @router.post("/v1/embeddings", response_model=None, responses=response_docs(EmbeddingList))
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """A vector for each text."""
+    body = named(body, service_of(request).model(body.model))
     model, processor = _encoder(request, body.model, Modality.EMBEDDING)
     _check_dimensions(processor, body.dimensions)
     texts = _as_batch(body.input)
@@ -207,7 +208,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
             {"object": "embedding", "index": index, "embedding": row.tolist() if plain else _base64(row)}
             for index, row in enumerate(vectors)
         ]
-        return {"object": "list", "data": items, "model": body.model, "usage": usage}
+        return {"object": "list", "data": items, "model": body.model or "", "usage": usage}
 
     owner = service_of(request).owner_of(caller(request))
     return await json_response(build, small=vectors.size <= _SMALL_RESPONSE, owner=owner)
@@ -216,6 +217,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
 @router.post("/v1/score", response_model=None, responses=response_docs(ScoreList))
 async def score(body: ScoreRequest, request: Request) -> Response:
     """How well texts go together: a cross-encoder's score of each pair, or the cosine of two embeddings."""
+    body = named(body, service_of(request).model(body.model))
     firsts, seconds = _as_texts(body.text_1), _as_texts(body.text_2)
     if len(firsts) == 1:
         firsts *= len(seconds)
@@ -230,7 +232,7 @@ async def score(body: ScoreRequest, request: Request) -> Response:
         "id": f"score-{secrets.token_hex(16)}",
         "object": "list",
         "created": int(time.time()),
-        "model": body.model,
+        "model": body.model or "",
         "data": items,
         "usage": usage,
     }
@@ -240,6 +242,7 @@ async def score(body: ScoreRequest, request: Request) -> Response:
 @router.post("/v1/rerank", response_model=None, responses=response_docs(RerankList))
 async def rerank(body: RerankRequest, request: Request) -> Response:
     """Documents by how well they answer a query, best first."""
+    body = named(body, service_of(request).model(body.model))
     documents = tuple(one if isinstance(one, str) else one.text for one in body.documents)
     queries = (body.query,) * len(documents)
     names = ["query"] * len(documents), [f"documents[{i}]" for i in range(len(documents))]
@@ -251,7 +254,7 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
             item["document"] = {"text": documents[item["index"]]}
     ranked: RerankList = {
         "id": f"rerank-{secrets.token_hex(16)}",
-        "model": body.model,
+        "model": body.model or "",
         "results": items,
         "usage": usage,
     }
@@ -263,6 +266,7 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
 @router.post("/v1/moderations", response_model=None, responses=response_docs(Moderation))
 async def moderations(body: ModerationRequest, request: Request) -> Response:
     """Which classes of a sequence classifier texts belong to."""
+    body = named(body, service_of(request).model(body.model))
     model, processor = _encoder(request, body.model, Modality.SCORES)
     harmless = [label for label in processor.labels if label.lower().replace("_", " ") in _HARMLESS]
     if not processor.multi_label and len(harmless) != 1:
@@ -274,7 +278,7 @@ async def moderations(body: ModerationRequest, request: Request) -> Response:
     logits, _usage = await _run(request, model, TextBatch(_as_texts(body.input)), body.timeout)
     scores = _sigmoid(logits) if processor.multi_label else _softmax(logits)
     results = [_moderation(processor.labels, row, processor.multi_label, harmless) for row in scores.tolist()]
-    moderation: Moderation = {"id": f"modr-{secrets.token_hex(16)}", "model": body.model, "results": results}
+    moderation: Moderation = {"id": f"modr-{secrets.token_hex(16)}", "model": body.model or "", "results": results}
     return await json_response(lambda: moderation, small=scores.size <= _SMALL_RESPONSE, owner=None)
 
 
@@ -296,7 +300,7 @@ def _moderation(labels: Sequence[str], scores: Sequence[float], multi: bool, har
 # ------------------------------------------------------------------------------------------------- running
 
 
-def _encoder(request: Request, name: str, *kinds: Modality) -> tuple[ServedModel, EncoderProcessor]:
+def _encoder(request: Request, name: str | None, *kinds: Modality) -> tuple[ServedModel, EncoderProcessor]:
     """A model that gives one of these outputs. Raises for any other."""
     model = service_of(request).model(name)
     processor = model.omni.processor
@@ -334,7 +338,7 @@ def check_finite(numbers: np.ndarray) -> None:
 
 async def _relevance(
     request: Request,
-    name: str,
+    name: str | None,
     firsts: Sequence[str],
     seconds: Sequence[str],
     timeout: float | None,

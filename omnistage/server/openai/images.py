@@ -37,6 +37,7 @@ from omnistage.server.http.errors import ErrorBody, NotFoundError, body_of, rena
 from omnistage.server.http.openapi import bounds_of, response_docs
 from omnistage.server.http.routing import api_router
 from omnistage.server.http.sse import event, stream_response
+from omnistage.server.observe.audit import note_ignored
 from omnistage.server.openai.base import WireModel
 from omnistage.server.openai.files import CONTENT_TYPES
 from omnistage.server.openai.request_models import Finite, LoraField, Size, diffusion_params
@@ -48,6 +49,7 @@ router = api_router()
 _FIELDS = {"images": "image", "width": "size", "height": "size"}
 """Fields as the engines name them, and as clients know them."""
 _OTHER_NAMES = {"num_inference_steps": "steps", "guidance_scale": "guidance", "true_cfg_scale": "true_cfg"}
+_WITHOUT_EFFECT = ("quality", "moderation", "input_fidelity")
 _PREFERENCES = frozenset(
     {"256x256", "512x512", "1024x1024", "1536x1024", "1024x1536", "1792x1024", "1024x1792"},
 )
@@ -106,6 +108,9 @@ class ImageRequest(WireModel):
             raise field_error("output_compression", "is for jpeg and webp; png is lossless, leave it out")
         if self.stream and self.response_format == "url":
             raise field_error("response_format", "a stream carries the images themselves; leave it out")
+        for name in ("partial_images", "progress"):
+            if getattr(self, name) and not self.stream:
+                raise field_error(name, "is for streams; send stream: true, or leave it out")
         for other, name in _OTHER_NAMES.items():
             if getattr(self, other) is not None and getattr(self, name) is not None:
                 raise field_error(other, f"is another name for {name}; send one of them")
@@ -119,6 +124,10 @@ class ImageRequest(WireModel):
         except InvalidRequestError as error:
             error.param = self.sent_names().get(error.param or "", error.param)
             raise
+
+    def note_ignored(self) -> None:
+        """Name the fields that were sent and have no effect in a header of the response."""
+        note_ignored(*(name for name in _WITHOUT_EFFECT if getattr(self, name) not in (None, "auto")))
 
     def sent_names(self) -> Mapping[str, str]:
         """Fields as the engines name them, and as this request does."""
@@ -234,6 +243,7 @@ async def get_file(name: str, request: Request) -> Response:
 
 def _drawing_model(body: ImageRequest, request: Request) -> ServedModel:
     model = service_of(request).model(body.model)
+    body.note_ignored()
     if Modality.IMAGE not in model.omni.modalities:
         raise UnsupportedModalityError("this model has no image output; use one that has", param="model")
     return model

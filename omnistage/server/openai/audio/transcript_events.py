@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NotRequired
 
@@ -13,11 +13,12 @@ from typing_extensions import TypedDict
 from omnistage.core.errors import CancelledRequestError, DeadlineExceededError, LimitExceededError, OmniError
 from omnistage.core.types import FinishReason
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Usage
+from omnistage.pipeline.stream import OutputStream
 from omnistage.server.http.errors import ContentFilterError, ErrorBody, body_of
 from omnistage.server.http.sse import DONE
 from omnistage.server.openai.audio.transcriber import TIMED_OUT
-from omnistage.server.openai.response_models import TokenCounts
-from omnistage.server.openai.running import Running, events_of, writes
+from omnistage.server.openai.response_models import TokenCounts, TokenUsage
+from omnistage.server.openai.running import Running, RunningUsage, events_of, writes
 
 
 class TokensUsed(TokenCounts):
@@ -88,21 +89,29 @@ class TranscriptEvents:
 class TranscriptChunks:
     """vLLM's events, in the form of a chat's."""
 
-    def __init__(self, model: str, include_usage: bool) -> None:
+    def __init__(self, model: str, *, include_usage: bool, continuous_usage: bool) -> None:
         self._model = model
         self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
+        self._so_far: RunningUsage | None = None
         self._id = f"trsc-{uuid.uuid4().hex}"
         self._events = TranscriptEvents()
 
+    def of(self, stream: OutputStream) -> Callable[[OutputChunk], list[Mapping[str, object]]]:
+        """The events of a request that runs."""
+        self._so_far = RunningUsage([stream]) if self._continuous_usage else None
+        return self.write
+
     def write(self, item: OutputChunk) -> list[Mapping[str, object]]:
         events: list[Mapping[str, object]] = []
+        used_now = None if self._so_far is None else self._so_far.add(len(item.token_ids))
         for one in self._events.write(item):
             if "error" in one:
                 return [one]
             if one["type"] == "transcript.text.delta":
-                events.append(self._chunk(one["delta"]))
+                events.append(self._chunk(one["delta"], used=used_now))
         if item.final is not None:
-            events.append(self._chunk("", "stop"))
+            events.append(self._chunk("", "stop", used_now))
             if self._include_usage:
                 used = tokens_used(item.final.usage)
                 counts = {
@@ -120,12 +129,13 @@ class TranscriptChunks:
     def _head(self) -> dict[str, object]:
         return {"id": self._id, "object": "transcription.chunk", "created": int(time.time()), "model": self._model}
 
-    def _chunk(self, text: str, finish: str | None = None) -> Mapping[str, object]:
-        return {**self._head(), "choices": [{"delta": {"content": text}, "finish_reason": finish, "stop_reason": None}]}
+    def _chunk(self, text: str, finish: str | None = None, used: TokenUsage | None = None) -> Mapping[str, object]:
+        choice = {"delta": {"content": text}, "finish_reason": finish, "stop_reason": None}
+        return {**self._head(), "choices": [choice], **({} if used is None else {"usage": used})}
 
 
 def streamed(running: Running, chunks: TranscriptChunks | None) -> AsyncGenerator[bytes]:
     """A transcription as server-sent events."""
     if chunks is not None:
-        return events_of(running, lambda _: writes(chunks.write), last=DONE)
+        return events_of(running, lambda stream: writes(chunks.of(stream)), last=DONE)
     return events_of(running, lambda _: writes(TranscriptEvents().write))

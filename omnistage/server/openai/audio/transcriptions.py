@@ -56,6 +56,7 @@ MAX_TRANSCRIPT_TOKENS = 1_000_000
 """The largest value: a transcription is as long as the speech, so that the model's context is its limit."""
 _TIMED = ("srt", "vtt")
 _ENGLISH = ("en", "english")
+_GREEDY = "a transcription takes the likeliest words; leave it out"
 _NO_SPEAKERS = "speakers are not distinguished; leave it out"
 Language = Annotated[str, Field(max_length=40, pattern="^[A-Za-z][A-Za-z -]*$")]
 
@@ -75,6 +76,19 @@ class TranscriptionForm(WireModel):
     # vLLM's: with one of them a stream has its events
     stream_include_usage: bool | None = None
     stream_continuous_usage_stats: bool | None = None
+    max_completion_tokens: int | None = Field(
+        default=None, ge=1, description="Without effect: a transcription is as long as the speech."
+    )
+    seed: Annotated[None, only(why=_GREEDY)] = None
+    n: Annotated[Literal["1"] | None, only("1", why="must be 1: there is one transcription; leave it out")] = None
+    top_p: Annotated[None, only(why=_GREEDY)] = None
+    top_k: Annotated[None, only(why=_GREEDY)] = None
+    min_p: Annotated[None, only(why=_GREEDY)] = None
+    frequency_penalty: Annotated[None, only(why=_GREEDY)] = None
+    presence_penalty: Annotated[None, only(why=_GREEDY)] = None
+    repetition_penalty: Annotated[None, only(why=_GREEDY)] = None
+    to_language: Annotated[None, only(why="nothing is translated here; send it to /v1/audio/translations")] = None
+    vllm_xargs: Annotated[None, only(why="is not supported; leave it out")] = None
     # OpenAI's, refused with a reason
     chunking_strategy: Annotated[str | None, only("", why="audio is not split into chunks; leave it out")] = None
     include: Annotated[list[str], only([], why="log probabilities are not supported; leave it out")] = Field(
@@ -106,11 +120,23 @@ class TranscriptionForm(WireModel):
             raise ValueError(f"has more than {_MAX_TEXT} characters in total; send fewer")
         return value
 
-    def chunks(self) -> TranscriptChunks | None:
+    def chunks(self, model: str) -> TranscriptChunks | None:
         """The writer of vLLM's events, where the request has a field of vLLM's."""
         if self.stream_include_usage is None and self.stream_continuous_usage_stats is None:
             return None
-        return TranscriptChunks(self.model or "", bool(self.stream_include_usage))
+        return TranscriptChunks(
+            model,
+            include_usage=bool(self.stream_include_usage),
+            continuous_usage=bool(self.stream_continuous_usage_stats),
+        )
+
+    def check_vllms(self) -> None:
+        """Raise for vLLM's options of streams where there is no stream, and name those without effect."""
+        for name in ("stream_include_usage", "stream_continuous_usage_stats"):
+            if getattr(self, name) and not self.stream:
+                raise InvalidRequestError("is for streams; send stream: true, or leave it out", param=name)
+        if self.max_completion_tokens is not None:
+            note_ignored("max_completion_tokens")
 
     def reject_timestamps(self) -> None:
         """Raise for options that only speech recognition with timestamps has."""
@@ -230,6 +256,7 @@ async def transcriptions(
     served = service.model(form.model)
     processor = served.omni.processor
     require_audio_input(processor)
+    form.check_vllms()
     data = await form.file.read()
     if not data:
         raise InvalidRequestError("is empty; send an audio file", param="file")
@@ -238,7 +265,8 @@ async def transcriptions(
     form.reject_timestamps()
     if isinstance(processor, Transcriber):
         form.reject_unsupported_options()
-        return await _transcribed(form, await transcribe(service, holder, served, processor, data, form.timeout))
+        transcript = await transcribe(service, holder, served, processor, data, form.timeout)
+        return await _transcribed(form, transcript, served.name)
     stage = served.stage_for_params(SamplingParams)
     if stage is None:
         raise UnsupportedModalityError("this model has no text output; use one that has", param="model")
@@ -255,7 +283,7 @@ async def transcriptions(
         rename=lambda path: "file" if path == "prompt" or path.startswith("messages") else path,
     )
     if form.stream:
-        return await stream_response(streamed(running, form.chunks()))
+        return await stream_response(streamed(running, form.chunks(served.name)))
     seconds = 0.0
     async with running as stream:
         final = await final_of(stream)
@@ -312,7 +340,7 @@ async def recognized(
         rename={"audio": "file"},
     )
     if options.stream:
-        chunks = form.chunks() if isinstance(form, TranscriptionForm) else None
+        chunks = form.chunks(model.name) if isinstance(form, TranscriptionForm) else None
         return await stream_response(streamed(running, chunks))
     final = await final_output(running)
     if (failure := failure_of(final)) is not None:
@@ -358,14 +386,15 @@ def _written(
     return JSONResponse(body)
 
 
-async def _transcribed(form: TranscriptionForm, transcript: DirectTranscript) -> Response:
+async def _transcribed(form: TranscriptionForm, transcript: DirectTranscript, model: str) -> Response:
     """The text comes at once, and is counted in seconds, for which OpenAI's events have no field."""
     if not form.stream:
         usage: SecondsUsed = {"type": "duration", "seconds": math.ceil(transcript.seconds)}
         return _whole(form, transcript.text, usage, "english", transcript.seconds)
+    note_ignored(*(name for name in ("stream_include_usage", "stream_continuous_usage_stats") if getattr(form, name)))
 
     async def events() -> AsyncGenerator[bytes]:
-        if (chunks := form.chunks()) is not None:
+        if (chunks := form.chunks(model)) is not None:
             yield b"".join(map(event, chunks.whole(transcript.text))) + DONE
             return
         if transcript.text:

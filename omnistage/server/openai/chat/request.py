@@ -71,7 +71,11 @@ class ResponseFormat(WireModel):
 class ChatRequest(SamplingFields, TemplateFields, ToolFields):
     """`messages` are checked where their media are decoded."""
 
-    ignored: ClassVar[Mapping[str, object]] = {**SamplingFields.ignored, "verbosity": "medium"}
+    ignored: ClassVar[Mapping[str, object]] = {
+        **SamplingFields.ignored,
+        "verbosity": "medium",
+        "prediction": None,
+    }
 
     messages: UncheckedMessages
     modalities: Modalities | None = None

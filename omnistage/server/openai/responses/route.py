@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
-from fastapi import Request, Response
+from fastapi import Query, Request, Response
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
@@ -54,7 +54,7 @@ class InputItems(TypedDict):
     data: list[Mapping[str, object]]
     first_id: str | None
     last_id: str | None
-    has_more: Literal[False]
+    has_more: bool
 
 
 class InputTokens(TypedDict):
@@ -113,29 +113,31 @@ async def input_tokens(body: ResponsesRequest, request: Request) -> Response:
 
 
 @router.get("/v1/responses/{response_id}", response_model=None, responses=response_docs(ResponseObject))
-async def get_response(response_id: str, request: Request) -> Response:
-    """A response that was stored."""
+async def get_response(response_id: str, request: Request, stream: bool = False) -> Response:
+    """A response that was stored, as it was when it ended."""
+    if stream:
+        raise InvalidRequestError("is for responses that still run, and stored ones have ended", param="stream")
     service, holder = service_of(request), caller(request)
     stored = service.responses.get(holder.name, response_id)
     return await json_response(lambda: stored.response, small=False, owner=service.owner_of(holder))
 
 
 @router.get("/v1/responses/{response_id}/input_items", response_model=None, responses=response_docs(InputItems))
-async def get_input_items(response_id: str, request: Request) -> Response:
-    """The input of a stored response, with that of the responses before it; the last first."""
+async def get_input_items(
+    response_id: str,
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> Response:
+    """The input of a stored response, with that of the responses before it; by default the last first."""
     service, holder = service_of(request), caller(request)
     stored = service.responses.get(holder.name, response_id)
     items: list[Mapping[str, object]] = [
-        {"id": f"item_{i}", "type": "message", **item} for i, item in enumerate(stored.items[: stored.inputs])
+        {"id": f"item_{i}", "type": "message", **_with_parts(item)}
+        for i, item in enumerate(stored.items[: stored.inputs])
     ]
-    ids: list[str | None] = [str(item["id"]) for item in items[::-1]] or [None]
-    page: InputItems = {
-        "object": "list",
-        "data": items[::-1],
-        "first_id": ids[0],
-        "last_id": ids[-1],
-        "has_more": False,
-    }
+    page = _page(items if order == "asc" else items[::-1], limit, after)
     return await json_response(lambda: page, small=False, owner=service.owner_of(holder))
 
 
@@ -147,6 +149,30 @@ async def delete_response(response_id: str, request: Request) -> DeletedResponse
 
 
 # ------------------------------------------------------------------------------------------------------ private
+
+
+def _with_parts(item: Mapping[str, object]) -> Mapping[str, object]:
+    """An item as OpenAI shows it: a bare text is a part."""
+    text = item.get("content")
+    if not isinstance(text, str):
+        return item
+    kind = "output_text" if item.get("role") == "assistant" else "input_text"
+    return {**item, "content": [{"type": kind, "text": text}]}
+
+
+def _page(items: Sequence[Mapping[str, object]], limit: int, after: str | None) -> InputItems:
+    ids = [str(item["id"]) for item in items]
+    if after is not None and after not in ids:
+        raise InvalidRequestError("there is no such item; send the last_id of the page before", param="after")
+    start = 0 if after is None else ids.index(after) + 1
+    shown, shown_ids = list(items[start : start + limit]), ids[start : start + limit]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown_ids[0] if shown_ids else None,
+        "last_id": shown_ids[-1] if shown_ids else None,
+        "has_more": start + limit < len(items),
+    }
 
 
 def _history(body: ResponsesRequest, service: Service, holder: Holder) -> tuple[_Items, int]:
