@@ -59,9 +59,10 @@ def _main(
         print_first_steps()
 
 
-for _command in (generate, chat, serve, plan, config, tiny, quantize, verify):
-    app.command(cls=Command)(ends_on_error(expand_options(_command)))
-app.command("models", cls=Command)(ends_on_error(models))
+# In the order in which the help lists them: what a new user needs comes first.
 app.command("pull", cls=Command)(ends_on_error(pull))
 app.command("list", cls=Command)(ends_on_error(list_bundles))
+for _command in (chat, serve, generate, plan, config, tiny, verify, quantize):
+    app.command(cls=Command)(ends_on_error(expand_options(_command)))
+app.command("models", cls=Command)(ends_on_error(models))
 app.add_typer(bench, name="bench")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from omnistage.cli.common import ends_on_error, err, out, progress_columns
-from omnistage.cli.help import Group
+from omnistage.cli.help import Command, Group
 from omnistage.cli.options import ModelOptions, expand_options, option
 from omnistage.core.errors import InvalidRequestError, MissingDependencyError
 
@@ -267,7 +267,7 @@ def bench_serve(
     raise typer.Exit(report.exit_code)
 
 
-app.command("serve")(ends_on_error(expand_options(bench_serve)))
+app.command("serve", cls=Command)(ends_on_error(expand_options(bench_serve)))
 
 
 def _plot(report: Report, file: Path) -> None:

@@ -22,8 +22,10 @@ def chat(
         Path | None,
         typer.Option("--speak", metavar="DIR", help="Also generate speech; a WAV file per reply is written here."),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
-    voice: Annotated[str | None, typer.Option(help="Who speaks; default: the model's first voice.")] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
+    voice: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Who speaks; default: the model's first voice.")
+    ] = None,
 ) -> None:
     """Chat with a model in the terminal.
 

@@ -233,9 +233,10 @@ class ChatSession:
                 if item.text:
                     text.append(item.text)
                     self._terminal.write(item.text)
-        except (KeyboardInterrupt, CancelledRequestError):
+        except (KeyboardInterrupt, OmniError) as error:
             if text:
-                self._terminal.write("\n")
+                self._terminal.write("\n")  # also the word that is held back, which would begin the next reply
+            if text and isinstance(error, (KeyboardInterrupt, CancelledRequestError)):
                 self.conversation.turns.append(Turn(message, "".join(text), transcript))
             raise
         final = self._last

@@ -83,18 +83,24 @@ def print_error(error: OmniError) -> None:
     print_line(str(error))
     others = _others(error)
     for other in others or ():
-        console.print(Text(f"also: {other}", style="red"), soft_wrap=True)
+        print_note(Text(f"also: {other}", style="red"), console)
     hint = next((text for kind, text in _HINTS if isinstance(error, kind)), None)
     if others is not None:
         hint = _CONFIG_HINT
     if hint is not None and "`omnistage " not in error.message:  # the message has its own hint
-        console.print(Text(f"hint: {hint}", style="dim"), soft_wrap=True)
+        print_note(Text(f"hint: {hint}", style="dim"), console)
 
 
 def print_line(text: str) -> None:
     """An error, in one line on standard error."""
-    # Text, not markup: brackets in a message are the user's. Soft wrap keeps it on one line in a log.
-    err().print(Text.assemble(("error: ", "bold red"), (text, "red")), soft_wrap=True)
+    print_note(Text.assemble(("error: ", "bold red"), (text, "red")))
+
+
+def print_note(text: Text | str, console: Console | None = None) -> None:
+    """A line on standard error: broken between words on a terminal, whole in a log. Plain strings are dim."""
+    # Text, not markup: brackets in a message are the user's.
+    console = console or err()
+    console.print(Text(text, style="dim") if isinstance(text, str) else text, soft_wrap=not console.is_terminal)
 
 
 def os_reason(error: OSError) -> str:

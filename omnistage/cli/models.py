@@ -15,8 +15,12 @@ from omnistage.cli.common import err, out
 
 
 def models(
-    name: Annotated[str | None, typer.Argument(help="Only names with this in them, such as qwen3.")] = None,
-    state: Annotated[str | None, typer.Option(help="Only this state, such as exact, fallback or refused.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Only names with this in them, such as qwen3.")
+    ] = None,
+    state: Annotated[
+        str | None, typer.Option(metavar="STATE", help="Only this state, such as exact, fallback or refused.")
+    ] = None,
     pipelines: Annotated[
         bool, typer.Option("--pipelines", help="The pipelines of diffusers too; takes longer.")
     ] = False,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from omnistage.cli.common import EXIT_INTERRUPTED, err, print_line
+from omnistage.cli.common import EXIT_INTERRUPTED, err, print_line, print_note
 from omnistage.core.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -62,13 +62,22 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     return expanded
 
 
+def _type_word(hint: Any) -> str | None:
+    """What stands for a value in the help: short, for at 80 columns the descriptions need the room."""
+    for kind, word in ((int, "N"), (float, "X"), (str, "TEXT")):
+        if hint in (kind, kind | None, list[kind]):  # type: ignore[valid-type]
+            return word
+    return None
+
+
 def _parameters(group: Any) -> list[inspect.Parameter]:
     hints = typing.get_type_hints(group)
     panel = getattr(group, "PANEL", None)
     parameters = []
     for field in dataclasses.fields(group):
         default: Any = [] if field.default is dataclasses.MISSING else field.default
-        info = typer.Option(default, *field.metadata["names"], rich_help_panel=panel, **field.metadata["settings"])
+        settings = {"metavar": _type_word(hints[field.name]), **field.metadata["settings"]}
+        info = typer.Option(default, *field.metadata["names"], rich_help_panel=panel, **settings)
         kind = inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter(field.name, kind, default=info, annotation=hints[field.name]))
     return parameters
@@ -135,7 +144,7 @@ class ModelOptions:
 
         # On a terminal `Omni` shows progress bars instead; in a log this line says what takes the time.
         if not (progress and err().is_terminal):
-            err().print(f"loading {model}", style="dim", soft_wrap=True, markup=False)
+            print_note(f"loading {model}")
         try:
             return Omni(
                 model,

@@ -35,8 +35,10 @@ _BAR_COLUMNS = 56
 def plan(
     model: ModelArgument,
     settings: ModelOptions,
-    concurrency: Annotated[int | None, typer.Option(help="Requests at once; default: 16.", min=1)] = None,
-    context: Annotated[int | None, typer.Option(help="Tokens of each request; default: 8192.", min=1)] = None,
+    concurrency: Annotated[int | None, typer.Option(metavar="N", help="Requests at once; default: 16.", min=1)] = None,
+    context: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens of each request; default: 8192.", min=1)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write the picture to a PNG file too.", metavar="FILE")] = None,
     download: Annotated[bool, typer.Option("--download", help="Fetch the small files of a model on the hub.")] = False,

@@ -48,7 +48,7 @@ def quantize(
     gates: GateOptions,
     options: ModelOptions,
     out_folder: Annotated[Path, typer.Option("--out", metavar="DIR", help="The new checkpoint's folder.")],
-    scheme: Annotated[str, typer.Option(help="int8, int4, int8_dynamic or float8.")],
+    scheme: Annotated[str, typer.Option(metavar="SCHEME", help="int8, int4, int8_dynamic or float8.")],
 ) -> None:
     """Quantise a checkpoint, measure it against the original on the same prompts, and write it if it passes the gate.
 

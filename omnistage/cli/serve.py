@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 import typer
+from rich.text import Text
 
-from omnistage.cli.common import err
+from omnistage.cli.common import print_note
 from omnistage.cli.early_imports import EarlyImports
 from omnistage.cli.options import ModelOptions, adapter_folders, option
 from omnistage.cli.serve_options import AccessOptions, MediaOptions, ObservabilityOptions
@@ -212,7 +213,7 @@ def _load(
     imports.finish()
     adapters = overrides_by_model(settings.adapter, list(folders), "--adapter")
     for name, folder in folders.items():
-        err().print(f"loading {name} from {folder}", style="dim", soft_wrap=True, markup=False)
+        print_note(f"loading {name} from {folder}")
         entries = overrides[name]
         omni = AsyncOmni(
             folder,
@@ -227,8 +228,8 @@ def _load(
             progress=functools.partial(service.report_loading, name),
         )
         for stage in omni.memory:
-            err().print(f"  {stage}", style="dim", soft_wrap=True, markup=False)
-        err().print(f"  {omni.start_times}", style="dim", soft_wrap=True, markup=False)
+            print_note(f"  {stage}")
+        print_note(f"  {omni.start_times}")
         service.add(name, omni)
     pool = active_decode_pool()
     if pool is not None and any(model.omni.processor.input_modalities - {"text"} for model in service.models.values()):
@@ -236,7 +237,7 @@ def _load(
 
 
 def _notify(line: str, style: str) -> None:
-    err().print(line, style=style, markup=False)
+    print_note(Text(line, style=style))
 
 
 def overrides_by_model(entries: list[str], names: list[str], param: str = "--set") -> dict[str, list[str]]:

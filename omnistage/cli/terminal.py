@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from omnistage.cli.common import Report, progress_bar
+from omnistage.cli.common import Report, print_note, progress_bar
 from omnistage.cli.interrupts import Interrupts
 
 if TYPE_CHECKING:
@@ -36,24 +36,40 @@ def printable(text: str) -> str:
 
 
 class WordWrap:
-    """Breaks text that arrives in pieces between words. A word is held back until it ends, for it may not fit."""
+    """Breaks text that arrives in pieces between words.
+
+    A word is held back until it ends, for it may not fit. What no line can hold is written as it comes, and so are wide
+    characters, as of Chinese and Japanese: a line may end after any of them.
+    """
 
     def __init__(self) -> None:
         self._column, self._blanks, self._word = 0, "", ""
+        self._overlong = False  # the beginning of a word that no line can hold is written
 
     def push(self, text: str, width: int) -> str:
         """What can be written now."""
         written = []
         for character in text:
-            if character not in " \t\n":
-                self._word += character
+            if character in " \t\n":
+                written.append(self._end_word(width))
+                self._overlong = False
+                if character == "\n":
+                    written.append("\n")
+                    self._column, self._blanks = 0, ""
+                else:
+                    self._blanks += " "
                 continue
-            written.append(self._end_word(width))
-            if character == "\n":
-                written.append("\n")
-                self._column, self._blanks = 0, ""
-            else:
-                self._blanks += " "
+            length = cell_len(character)
+            if self._overlong:
+                written.append(character)  # the terminal breaks it: an address stays one that can be copied
+                self._column = self._column + length if self._column + length <= width else length
+                continue
+            if length > 1:
+                written.append(self._end_word(width))
+            self._word += character
+            if length > 1 or cell_len(self._word) >= width:
+                written.append(self._end_word(width))
+                self._overlong = length <= 1
         return "".join(written)
 
     def _end_word(self, width: int) -> str:
@@ -125,7 +141,7 @@ class Terminal:
 
     def note(self, text: str, style: str = "dim") -> None:
         """Print a line about the conversation."""
-        self.notes.print(Text(printable(text), style=style), soft_wrap=True)
+        print_note(Text(printable(text), style=style), self.notes)
 
     @contextmanager
     def bar(self, title: str) -> Iterator[Report]:

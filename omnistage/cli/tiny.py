@@ -20,12 +20,16 @@ _CHECKPOINT_FILES = frozenset({".json", ".safetensors", ".txt", ".pt", ".jinja"}
 def tiny(
     family: Annotated[str, typer.Argument(metavar="FAMILY", help="A model family, like qwen2_5_omni or causal_lm.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write the checkpoint.")],
-    seed: Annotated[int, typer.Option(help="Same seed, same weights.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Same seed, same weights.", min=0)] = 0,
     scale: Annotated[
-        float, typer.Option(help="0: the smallest that works; 1: the true shapes, gigabytes.", min=0.0, max=1.0)
+        float,
+        typer.Option(metavar="X", help="0: the smallest that works; 1: the true shapes, gigabytes.", min=0.0, max=1.0),
     ] = 0.0,
     variant: Annotated[
-        str | None, typer.Option(help="Which kind of checkpoint, where the family has several, like schnell or i2v.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Which kind of checkpoint, where the family has several, like schnell or i2v."
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a checkpoint that is there already.")] = False,
 ) -> None:

@@ -15,10 +15,11 @@ from omnistage.core.verification import VerifyRow
 
 def verify(
     model: Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint's folder, or starter.")],
-    cases: Annotated[int, typer.Option(help="How many prompts to compare.", min=1)] = 4,
-    seed: Annotated[int, typer.Option(help="Seed of the prompts.", min=0)] = 0,
+    cases: Annotated[int, typer.Option(metavar="N", help="How many prompts to compare.", min=1)] = 4,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the prompts.", min=0)] = 0,
     tolerance: Annotated[
-        float | None, typer.Option(help="Largest difference that passes; default: the family's, by quantity.", min=0.0)
+        float | None,
+        typer.Option(metavar="X", help="Largest difference that passes; default: the family's, by quantity.", min=0.0),
     ] = None,
 ) -> None:
     """Run the same prompts through Omnistage and the reference library, and print the largest differences.

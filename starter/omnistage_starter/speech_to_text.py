@@ -29,6 +29,10 @@ _MIN_PART_SECONDS = 1.5
 """What is said in a piece whose decoding finds no end is sought in parts, down to this."""
 _SILENCE = 1e-4
 """A clip whose peak is below this (-80 dB) is silent."""
+_FRAME = SAMPLE_RATE // 50
+_LEAD_SECONDS, _BEFORE_SECONDS = 0.5, 0.3
+"""Of two seconds of quiet before the first word Moonshine makes an empty text: then it is given the clip from shortly
+before the sound begins, where more than a lead lies before it."""
 _LOOP_PERIOD, _LOOP_REPEATS, _LOOP_TOKENS = 12, 6, 10
 """A loop: a block of at most 12 tokens that repeats 6 times or more, over at least 10 tokens."""
 
@@ -85,6 +89,9 @@ class SpeechToText:
         if tokens is None:
             tokens = self._last_tokens(hidden, max_tokens)
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        if text.strip() == "" and (start := sound_start(samples)) is not None:
+            yield from self._texts(samples[start:])
+            return
         yield text.strip()
 
     def _last_tokens(self, hidden: Samples, max_tokens: int) -> list[int]:
@@ -131,6 +138,19 @@ def _quietest(samples: Samples, start: int, end: int, window: int = SAMPLE_RATE 
     power = np.cumsum(np.square(samples[start:end], dtype=np.float64))
     energy = power[window:] - power[:-window]
     return end - window // 2 - int(np.argmin(energy[::-1]))
+
+
+def sound_start(samples: Samples) -> int | None:
+    """Where to begin so that little quiet is left before the first sound; None where there is little, or no sound."""
+    frames = samples[: len(samples) // _FRAME * _FRAME].reshape(-1, _FRAME)
+    if len(frames) == 0:
+        return None
+    loudness = np.sqrt(np.square(frames, dtype=np.float64).mean(axis=1))
+    floor, peak = float(np.quantile(loudness, 0.1)), float(loudness.max())
+    if peak < 4 * floor:  # all alike: noise, a tone
+        return None
+    first = int(np.argmax(loudness > max(3 * floor, 0.05 * peak))) * _FRAME
+    return first - int(_BEFORE_SECONDS * SAMPLE_RATE) if first > _LEAD_SECONDS * SAMPLE_RATE else None
 
 
 def loop_start(tokens: Sequence[int]) -> int | None:

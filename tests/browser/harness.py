@@ -21,6 +21,11 @@ def ask(page: Page, text: str) -> Locator:
     return answer
 
 
+def letters(text: str) -> str:
+    """What is left of a text where signs are shown as lists or in bold."""
+    return "".join(filter(str.isalpha, text))
+
+
 def ended(answer: Locator, how: str = "done") -> None:
     expect(answer).to_have_attribute("data-ended", how, timeout=SLOW)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from playwright.sync_api import Page, expect
 
-from tests.browser.harness import CHAT, SLOW, Watched, ask, ended
+from tests.browser.harness import CHAT, SLOW, Watched, ask, ended, letters
 from tests.browser.test_page import dropped, picture_file, use
 
 CODE = 'Look:\n```python\n# greet\ndef hello(name):\n    return f"hi {name}", 42\n```\nand so on'
@@ -64,7 +64,7 @@ def test_a_reload_loses_nothing(page: Page, watched: Watched, tmp_path: Path) ->
     assert [message["role"] for message in messages] == ["user", "assistant", "user"]  # the picture's turn has no text
     sent = messages[0]["content"][0]["image_url"]["url"].removeprefix("data:image/png;base64,")
     assert base64.b64decode(sent) == file.read_bytes()
-    assert messages[1]["content"].split() == said.split()
+    assert letters(messages[1]["content"]) == letters(said)
     assert "remember the milk" in messages[2]["content"][0]["text"]
 
 
@@ -96,7 +96,7 @@ def test_past_conversations_are_listed_opened_exported_and_deleted(page: Page) -
         page.get_by_role("button", name="Export “First of all”").click()
     export = json.loads(saved.value.path().read_text(encoding="utf-8"))
     assert [message["role"] for message in export["messages"]] == ["user", "assistant"]
-    assert export["messages"][1]["content"].split() == page.locator(".answer .words").inner_text().split()
+    assert letters(export["messages"][1]["content"]) == letters(page.locator(".answer .words").inner_text())
     page.on("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Delete “First of all”").click()
     expect(names).to_have_text(["Second thoughts"])

@@ -25,7 +25,7 @@ from omnistage.pipeline.outputs import OutputChunk
 from omnistage.server.access.keys import Holder, Keyring, digest_of
 from omnistage.server.observe.audit import AuditRecord
 from omnistage.server.service import Service
-from tests.browser.harness import CHAT, SLOW, Watched, ask, ended
+from tests.browser.harness import CHAT, SLOW, Watched, ask, ended, letters
 from tests.server.harness import Held, Running, until
 
 NAMED = "button|checkbox|combobox|dialog|heading|img|link|meter|navigation|spinbutton|textbox|complementary|main"
@@ -80,7 +80,7 @@ def test_text_grows_while_it_is_written(page: Page, server: Running, hold: Hold)
     body = {"model": "lm", "messages": [{"role": "user", "content": "Once upon a time"}], "max_tokens": 24}
     whole = httpx.post(f"{server.url}{CHAT}", json={**body, "temperature": 0}, timeout=60).json()
     written = whole["choices"][0]["message"]["content"]
-    assert page.evaluate("document.querySelector('.words').textContent").split() == written.split()
+    assert letters(page.evaluate("document.querySelector('.words').textContent")) == letters(written)
     assert len(early) < len(words.inner_text())
     expect(page.locator("#announce")).to_contain_text("Answer:")
 

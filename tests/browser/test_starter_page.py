@@ -99,6 +99,7 @@ def test_a_live_conversation_is_heard_answered_interrupted_and_kept(page: Page) 
     live = page.locator("#live")
     expect(live).to_have_attribute("data-heard", "true", timeout=SLOW)
     expect(page.locator("#prompt")).to_be_hidden()
+    expect(page.locator("#timeline-note")).to_have_text("A live conversation has no timeline.")
     expect(page.locator(".bubble .heard").first).to_have_text(HEARD, timeout=SLOW)
     expect(page.locator(".answer .words").first).not_to_be_empty(timeout=SLOW)
     expect(page.locator(".user")).to_have_count(2, timeout=SLOW)  # the next question came into the answer

@@ -26,7 +26,7 @@ from omnistage.core.errors import (
 from omnistage.core.params import DiffusionParams, SamplingParams
 from omnistage.core.types import Modality
 from omnistage.media.audio_output import AudioOutput
-from omnistage.pipeline.outputs import StageTrace, Trace
+from omnistage.pipeline.outputs import OutputChunk, StageTrace, Trace
 from tests.unit.chat_harness import ALL, FakeOmni, Processor, make
 
 # --------------------------------------------------------------------------------------------- the conversation
@@ -82,6 +82,23 @@ def test_an_error_is_one_line_and_its_question_is_not_remembered(tmp_path, capsy
     assert capsys.readouterr().err == "error: the stage failed\n"
     assert len(omni.asked[1][0]) == 1
     assert talk.errors == 1
+
+
+def test_a_reply_that_fails_half_way_leaves_no_word_for_the_next(tmp_path, capsys):
+    class Failing(FakeOmni):
+        def stream_chat(self, messages, params=None, *, modalities, voice=None):
+            if not self.asked:
+                self.asked.append((messages, params, modalities))
+                yield OutputChunk("r", Modality.TEXT, text="one unfini")
+                raise StageError("too slow")
+            yield from super().stream_chat(messages, params, modalities=modalities, voice=voice)
+
+    talk, screen = make(Failing("fine"), tmp_path, interactive=True)
+    talk.handle("first")
+    assert screen.getvalue() == "one unfini\n"
+    talk.handle("second")
+    assert screen.getvalue().split() == ["one", "unfini", "fine"]
+    assert [turn.message.text for turn in talk.conversation.turns] == ["second"]
 
 
 def test_what_is_too_long_loses_its_oldest_turns_and_says_so(tmp_path):

@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from omnistage.cli import app
-from omnistage.cli.common import print_error
+from omnistage.cli.common import print_error, print_note
 from omnistage.cli.help import _FIRST_STEPS
 from omnistage.cli.terminal import Terminal, WordWrap
 from omnistage.core.errors import ConfigError
@@ -35,12 +35,39 @@ def test_no_arguments_show_the_five_things_that_people_do():
     assert "omnistage --help" in shown
 
 
-@pytest.mark.parametrize("command", [(), ("pull",), ("bench",), ("serve",), ("generate",), ("verify",)])
-def test_switches_look_like_switches(command):
+COMMANDS = (
+    "pull",
+    "list",
+    "chat",
+    "serve",
+    "generate",
+    "plan",
+    "config",
+    "tiny",
+    "verify",
+    "quantize",
+    "models",
+    "bench",
+)
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS), ("bench", "serve")])
+def test_switches_look_like_switches_and_types_are_short(command):
     shown = run(*command, "--help", width=120)
     lines = [line for line in shown.splitlines() if any(f"{name} " in line for name in SWITCHES)]
     assert lines
-    assert not re.search(r"<bool>", shown)
+    assert "<bool>" not in shown
+    assert not [line for line in lines_of_options(shown) if re.search(r"<(str|int|float|list)", line)]
+
+
+def lines_of_options(shown: str) -> list[str]:
+    return [line for line in shown.splitlines() if line.startswith(("│ --", "│ *  --", "│    --"))]
+
+
+def test_the_help_lists_every_command_with_what_is_needed_first_at_the_top():
+    shown = run("--help")
+    places = [shown.index(f"│ {name} ") for name in COMMANDS]
+    assert places[:5] == sorted(places)[:5]
 
 
 def test_every_command_that_a_first_step_names_exists():
@@ -82,17 +109,48 @@ def test_an_interruption_while_loading_is_named(command, monkeypatch):
     assert "stopped while m was loading" in run(*command, code=130)
 
 
-@given(st.text(st.sampled_from("ab \n猫"), max_size=120), st.integers(4, 20), st.integers(1, 5))
-def test_words_are_wrapped_and_never_lost(text, width, piece):
+def wrapped(pieces: list[str], width: int) -> str:
     wrap = WordWrap()
-    pieces = [text[at : at + piece] for at in range(0, len(text), piece)]
-    written = "".join(wrap.push(part, width) for part in [*pieces, "\n"])
+    return "".join(wrap.push(part, width) for part in [*pieces, "\n"])
+
+
+@given(st.text(st.sampled_from("ab \n"), max_size=120), st.integers(4, 20), st.integers(1, 5))
+def test_words_are_wrapped_and_never_lost(text, width, piece):
+    written = wrapped([text[at : at + piece] for at in range(0, len(text), piece)], width)
     assert written.split() == text.split()
     for line in written.split("\n"):
-        assert cell_len(line.rstrip()) <= width or len(line.split()) == 1
-    short = all(cell_len(line) <= width for line in text.split("\n"))
-    if short:
+        assert len(line.rstrip()) <= width or len(line.split()) == 1
+    if all(len(line) <= width for line in text.split("\n")):
         assert [line.rstrip() for line in written[:-1].split("\n")] == [line.rstrip() for line in text.split("\n")]
+
+
+@given(st.text(st.sampled_from("ab 猫、"), max_size=120), st.integers(4, 20))
+def test_wide_characters_are_written_at_once_and_fill_lines(text, width):
+    wrap = WordWrap()
+    assert all(wrap.push(character, width).endswith(character) for character in text if cell_len(character) == 2)
+    written = wrapped([text], width)
+    assert "".join(written.split()) == "".join(text.split())
+    for line in written.split("\n"):
+        assert cell_len(line.rstrip()) <= width or not re.search("[猫、 ]", line.strip())
+
+
+def test_a_word_that_no_line_holds_streams_and_stays_whole():
+    wrap = WordWrap()
+    address = "https://example.org/a/long/way"
+    written = wrap.push("see ", 10) + wrap.push(address[:20], 10)
+    assert written.endswith(address[:20])
+    written += wrap.push(address[20:] + " and on\n", 10)
+    assert address in written
+
+
+def test_notes_and_errors_break_between_words_on_a_terminal_and_stay_whole_in_a_log():
+    text = "error: the model is neither a folder nor in the local hub cache"
+    for terminal, lines in ((True, 3), (False, 1)):
+        file = io.StringIO()
+        print_note(text, Console(file=file, width=30, force_terminal=terminal, color_system=None))
+        shown = file.getvalue().splitlines()
+        assert len(shown) == lines
+        assert " ".join(line.strip() for line in shown) == text
 
 
 @pytest.mark.parametrize(("size", "height"), [((40, 80), 12), ((96, 96), 10), ((300, 100), 40)])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from omnistage_starter.bridges import SPOKEN
 from omnistage_starter.hear import MAX_IMAGES, MAX_READ_ALOUD_CHARACTERS, READ_ALOUD
 from omnistage_starter.parts.manifest import STARTER
 from omnistage_starter.parts.store import Store
-from omnistage_starter.speech_to_text import MAX_SECONDS, SAMPLE_RATE, SpeechToText, loop_start, split
+from omnistage_starter.speech_to_text import MAX_SECONDS, SAMPLE_RATE, SpeechToText, loop_start, sound_start, split
 from omnistage_starter.tiny_speech_to_text import WORDS, write_speech_to_text
 
 from omnistage.core.clips import AudioClip
@@ -111,6 +113,40 @@ def test_a_long_clip_is_transcribed_in_pieces(scripted: Script) -> None:
     model = scripted("the", "cat", "</s>")
     sound = np.concatenate([voice(10.0, SAMPLE_RATE), silence(1.0, SAMPLE_RATE), voice(10.0, SAMPLE_RATE)])
     assert model.transcribe(sound) == "the cat the cat"
+
+
+def test_speech_after_a_long_pause_is_not_lost(scripted: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = scripted("the", "cat", "</s>")
+    encoder, decoder = model._encoder, model._decoder
+    encoded: list[NDArray[np.float32]] = []
+
+    def encode(samples: NDArray[np.float32]) -> NDArray[np.float32]:
+        encoded.append(samples)
+        return encoder(samples)
+
+    def greedy(*arguments: Any) -> list[int] | None:
+        """As Moonshine: where a clip begins with quiet it hears nothing at all."""
+        quiet = float(np.abs(encoded[-1][:SAMPLE_RATE]).max()) < 0.05
+        return [] if quiet else decoder.greedy(*arguments)
+
+    monkeypatch.setattr(model, "_encoder", encode)
+    monkeypatch.setattr(model, "_decoder", SimpleNamespace(greedy=greedy))
+    for quiet in (silence(2.0, SAMPLE_RATE), 0.1 * noise(3.0, SAMPLE_RATE)):
+        sound = np.concatenate([quiet, voice(2.0, SAMPLE_RATE), silence(4.0, SAMPLE_RATE)])
+        assert model.transcribe(sound) == "the cat"
+        assert 0 < len(sound) - len(encoded[-1]) < len(quiet)  # what is left out lies before the first word
+    assert model.transcribe(noise(3.0, SAMPLE_RATE) / 20) == ""
+    assert len(encoded) == 5
+
+
+@given(st.integers(0, 4 * SAMPLE_RATE), st.floats(0, 0.02))
+def test_sound_begins_where_it_gets_loud(lead: int, level: float) -> None:
+    chance = np.random.default_rng(lead)
+    sound = np.concatenate([np.zeros(lead, np.float32), voice(1.5, SAMPLE_RATE), np.zeros(SAMPLE_RATE, np.float32)])
+    start = sound_start(sound + level * chance.standard_normal(len(sound)).astype(np.float32))
+    assert start is None if lead < 0.4 * SAMPLE_RATE else (start is None or lead - SAMPLE_RATE < start <= lead)
+    if lead > 0.6 * SAMPLE_RATE:
+        assert start is not None
 
 
 # ------------------------------------------------------------------------------------------------------ limits
@@ -368,6 +404,17 @@ def real() -> SpeechToText:
 )
 def test_the_real_model_gives_no_words_without_speech(real: SpeechToText, sound: NDArray[np.float32]) -> None:
     assert real.transcribe(sound) == ""
+
+
+@pytest.mark.parametrize(("before", "after"), [(2.0, 0.0), (2.0, 4.0), (6.0, 1.0)])
+def test_the_real_model_hears_a_sentence_after_a_pause(real: SpeechToText, before: float, after: float) -> None:
+    pytest.importorskip("hibari", reason="the voice is the package hibari-tts")
+    import soxr
+    from omnistage_starter.text_to_speech import Voice
+
+    said = soxr.resample(Voice().synthesise("What is the capital of France?"), 24_000, SAMPLE_RATE)
+    sound = np.concatenate([silence(before, SAMPLE_RATE), said, silence(after, SAMPLE_RATE)])
+    assert real.transcribe(sound) == "What is the capital of France?"
 
 
 def test_the_real_model_transcribes_the_real_voice(real: SpeechToText) -> None:

@@ -18,7 +18,9 @@ export class ApiError extends Error {
 export function errorOf(status, body) {
   const error = body?.error;
   if (!error) return new ApiError(status, `The service answered ${status}.`);
-  return new ApiError(status, error.message, error.code, error.param);
+  // The page has fields for parameters; what is wrong with a message stands below that message.
+  const ofMessage = error.param?.startsWith("messages") && error.message.startsWith(`${error.param}: `);
+  return new ApiError(status, ofMessage ? error.message.slice(error.param.length + 2) : error.message, error.code, error.param);
 }
 
 /** fetch with the key; raises `ApiError` for every answer that is not a success. */

@@ -176,6 +176,7 @@ function talkLive() {
   if (talk.active || exchange.running !== null || model() === undefined || !params.valid()) return;
   microphone.discard();
   exchange.stop(); // also what is still being spoken
+  exchange.unwatch("A live conversation has no timeline.");
   const chosen = model();
   talk.start(chosen.id, settingsOf({ model: chosen, voice: $("voice").value, params: params.values() }), itemsOf(conversation.turns));
 }

@@ -5,20 +5,32 @@ import { $, announce, copyText, count, el, icon, iconButton, seconds } from "./d
 import { render } from "./render.js";
 import { viewable } from "./viewer.js";
 
-const NEAR_END = 80; // pixels from the bottom within which the view follows the answer
+const NEAR_END = 80; // pixels from the bottom within which the view follows what grows
 const REASONS = { length: "token limit reached", tool_calls: "tool call", content_filter: "filtered" };
 
-function follow(change) {
-  const view = $("scroll");
-  const near = view.scrollHeight - view.scrollTop - view.clientHeight < NEAR_END;
-  change();
-  if (near) view.scrollTop = view.scrollHeight;
+/** Whether the end is in view: it stays there whatever grows, until the user scrolls up. */
+let following = true;
+let top = 0;
+
+function showEnd() {
+  if (following) $("scroll").scrollTop = $("scroll").scrollHeight;
 }
+
+$("scroll").addEventListener("scroll", () => {
+  const { scrollTop, scrollHeight, clientHeight } = $("scroll");
+  if (scrollHeight - scrollTop - clientHeight < NEAR_END) following = true;
+  else if (scrollTop < top) following = false; // only a user scrolls up
+  top = scrollTop;
+});
+const sizes = new ResizeObserver(showEnd);
+sizes.observe($("scroll"));
+sizes.observe($("messages"));
 
 /** Add a question or an answer to the conversation. */
 export function append(element) {
   $("messages").append(element);
-  $("scroll").scrollTop = $("scroll").scrollHeight;
+  following = true;
+  showEnd();
 }
 
 export class Answer {
@@ -100,7 +112,7 @@ export class Answer {
 
   drawText() {
     this.drawing = null;
-    follow(() => render(this.words, this.text));
+    render(this.words, this.text);
   }
 
   showProgress({ done, all, unit }) {
@@ -113,7 +125,7 @@ export class Answer {
     Object.assign(this.bar, { max: all, value: done });
     this.label.textContent = unit === "%" ? `${done} %` : `${unit} ${done} of ${all}`;
     this.progress.dataset.most = Math.max(Number(this.progress.dataset.most ?? 0), done);
-    follow(() => (this.progress.hidden = false));
+    this.progress.hidden = false;
   }
 
   showPicture({ index, url, preview: early, seed }) {
@@ -133,7 +145,7 @@ export class Answer {
     if (figure === undefined) {
       figure = el("figure", { class: "picture" }, el("img", { alt: "" }));
       this.figures.set(index, figure);
-      follow(() => this.gallery.append(figure));
+      this.gallery.append(figure);
       this.gallery.hidden = false;
     }
     return figure;
@@ -146,7 +158,6 @@ export class Answer {
     const name = `picture-${index + 1}.${blob.type.split("/")[1]}`;
     const url = this.urlOf(blob);
     const image = el("img", { src: url, alt: `Picture ${index + 1}` });
-    image.addEventListener("load", () => follow(() => {}), { once: true });
     const save = el("a", { class: "tool small save", href: url, download: name, title: "Save the picture" }, icon("save"));
     save.append(el("span", { class: "unseen" }, `Save picture ${index + 1}`));
     figure.replaceChildren(viewable(image, name), save);
@@ -186,7 +197,7 @@ export class Answer {
     this.replay = el("audio", { src: url, controls: true, preload: "metadata", "aria-label": "The spoken answer" });
     const save = el("a", { class: "tool small", href: url, download: "answer.wav", title: "Save as WAV" }, icon("save"));
     save.append(el("span", { class: "unseen" }, "Save the speech as WAV"));
-    follow(() => this.speech.append(el("div", { class: "replay" }, this.replay, save)));
+    this.speech.append(el("div", { class: "replay" }, this.replay, save));
   }
 
   /** The end: "done", "stopped" or an error. */
@@ -203,14 +214,12 @@ export class Answer {
     this.waiting.hidden = true;
     this.progress.hidden = true;
     this.element.setAttribute("aria-busy", "false");
-    follow(() => {
-      if (error) this.showFailure(error);
-      const tools = el("span", { class: "foot-tools" });
-      if (!error) tools.append(iconButton("again", "Regenerate", () => this.again(), "again"));
-      if (this.text) tools.append(iconButton("copy", "Copy the text", (event) => copyText(this.text, event.currentTarget)));
-      if (this.showTimeline && !error) tools.append(iconButton("bars", "Show this answer’s timeline", () => this.showTimeline(this)));
-      this.foot.append(...facts.map((fact) => el("span", {}, fact)), tools);
-    });
+    if (error) this.showFailure(error);
+    const tools = el("span", { class: "foot-tools" });
+    if (!error) tools.append(iconButton("again", "Regenerate", () => this.again(), "again"));
+    if (this.text) tools.append(iconButton("copy", "Copy the text", (event) => copyText(this.text, event.currentTarget)));
+    if (this.showTimeline && !error) tools.append(iconButton("bars", "Show this answer’s timeline", () => this.showTimeline(this)));
+    this.foot.append(...facts.map((fact) => el("span", {}, fact)), tools);
     this.element.dataset.ended = how;
   }
 

@@ -54,18 +54,26 @@ export class Exchange {
   follow(tag, view, request) {
     const control = new AbortController();
     this.watched = control;
-    this.timeline.begin();
     if (request.kind === "video") {
-      this.timeline.end("A video runs as a job; its progress is in the conversation.");
+      this.timeline.without("A video runs as a job; its progress is in the conversation.");
       return control;
     }
+    this.timeline.begin();
     const onTrace = (trace) => {
       if (this.watched !== control) return; // the next request has the timeline now
       this.timeline.update(trace);
       view.trace = this.timeline.snapshot;
     };
-    watchTrace(tag, control.signal, onTrace).catch(() => this.watched === control && this.timeline.end());
+    const over = () => this.watched === control && this.timeline.end();
+    watchTrace(tag, control.signal, onTrace).then(over, over);
     return control;
+  }
+
+  /** The timeline no longer shows a request, for this reason. */
+  unwatch(why) {
+    this.watched?.abort();
+    this.watched = null;
+    this.timeline.without(why);
   }
 
   begin() {

@@ -54,6 +54,13 @@ export class Timeline {
   /** Called when nothing more will come, as after a refusal. */
   end(why = "") {
     if (this.trace === null) $("timeline-note").textContent = why || "This request did not run.";
+    else if (this.trace.finished === null) this.update({ ...this.trace, finished: this.now() });
+  }
+
+  /** What runs has no timeline, for this reason. */
+  without(why) {
+    this.begin();
+    this.end(why);
   }
 
   animate() {
