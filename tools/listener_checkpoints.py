@@ -76,9 +76,7 @@ def cohere(folder: Path, model_type: str) -> None:
         decoder_start_token_id=start,
     )
     _save(transformers.CohereAsrForConditionalGeneration(config), folder, start, ids)
-    extractor = transformers.CohereAsrFeatureExtractor(
-        feature_size=80, max_audio_clip_s=2.0, overlap_chunk_second=0.5
-    )
+    extractor = transformers.CohereAsrFeatureExtractor(feature_size=80, max_audio_clip_s=2.0, overlap_chunk_second=0.5)
     transformers.CohereAsrProcessor(extractor, tokenizer).save_pretrained(folder)
 
 

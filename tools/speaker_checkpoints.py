@@ -73,7 +73,13 @@ def dia(folder: Path, model_type: str = "dia") -> None:
     _spread(model)
     ends = {"pad_token_id": 1025, "eos_token_id": 1024, "bos_token_id": 1026}
     model.generation_config = transformers.GenerationConfig(
-        **ends, decoder_start_token_id=1026, do_sample=True, guidance_scale=3.0, temperature=1.8, top_k=45, max_length=40
+        **ends,
+        decoder_start_token_id=1026,
+        do_sample=True,
+        guidance_scale=3.0,
+        temperature=1.8,
+        top_k=45,
+        max_length=40,
     )
     model.save_pretrained(folder)
     codec = transformers.DacModel(transformers.DacConfig(**_SMALL_DAC, sampling_rate=44_100))

@@ -106,7 +106,8 @@ def test_voices_of_pocket_tts_are_files_of_the_checkpoint(folder_of: Any, tmp_pa
     folder = folder_of("pocket_tts")
     with Omni(folder, progress=False) as omni:
         alto, bass = (
-            omni.generate(TEXTS[0], CodecParams(seed=checkpoints.SEED), voice=voice)[0].audio for voice in ("alto", "bass")
+            omni.generate(TEXTS[0], CodecParams(seed=checkpoints.SEED), voice=voice)[0].audio
+            for voice in ("alto", "bass")
         )
     assert alto is not None
     assert bass is not None

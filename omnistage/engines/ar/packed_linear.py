@@ -119,7 +119,7 @@ def pack_layer(layer: nn.Linear) -> None:
     del layer._parameters["weight"]
     if scale is None:
         layer.__class__ = BlockedLinear
-        layer._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)  # type: ignore[assignment]
+        layer._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
         layer.weight_bytes = weight.nbytes  # type: ignore[assignment]
         return
     engine = torch.backends.quantized.engine

@@ -6,7 +6,6 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from omnistage.core.transcripts import Transcript, TranscriptionOptions
 from omnistage.engines.codec.module import Job

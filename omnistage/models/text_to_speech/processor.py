@@ -38,7 +38,7 @@ class TextReader(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> Mapping[str, np.ndarray]:
-        """The model's inputs without their first dimension, the tokens as `TOKEN_IDS`. Called by one thread at a time."""
+        """Inputs of the model without their first dimension, tokens as `TOKEN_IDS`; called by one thread at a time."""
 
     def voices(self) -> Sequence[str]:
         return self._voices

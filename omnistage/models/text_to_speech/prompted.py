@@ -55,7 +55,9 @@ class PromptedProcessor(TextReader):
     def encode(self, text: str) -> Mapping[str, np.ndarray]:
         for token in self._special:
             if token in text:
-                raise InvalidRequestError(f"contains {token}, the spelling of a special token; remove it", param="prompt")
+                raise InvalidRequestError(
+                    f"contains {token}, the spelling of a special token; remove it", param="prompt"
+                )
         inputs = self.prompt(text, None if self._voice is None else self._named[self._voice])
         arrays = {name: value[0].numpy() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
         self.check_length(len(arrays["input_ids"]))

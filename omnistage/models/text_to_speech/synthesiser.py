@@ -1,6 +1,6 @@
 """Models that speak a whole text in one run, with the random numbers that a seed gives in transformers.
 
-A run goes in slices of time: before any layer of the model it may stop, and another text, or another stage, has its turn.
+A run goes in slices of time: before any layer of the model it may stop, and another text or stage has its turn.
 """
 
 from __future__ import annotations
