@@ -220,9 +220,10 @@ def _names() -> dict[str, object]:
     import torch
     from PIL import Image
 
-    from omnistage.core.messages import ChatMessage
+    from omnistage.core.messages import ChatMessage, TemplateOptions
 
-    return {"np": np, "torch": torch, "Image": Image, "ChatMessage": ChatMessage}
+    named = {"ChatMessage": ChatMessage, "TemplateOptions": TemplateOptions}
+    return {"np": np, "torch": torch, "Image": Image, **named}
 
 
 def _model_codec(base: type[BaseModel]) -> Codec[Any]:
