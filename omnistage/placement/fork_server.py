@@ -8,8 +8,10 @@ import json
 import os
 import signal
 import socket
+import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 
 from omnistage.placement.worker_process import WORKER_MODULE, LocalProcess, waited
 
@@ -78,19 +80,26 @@ class ForkedProcess:
 
     def __init__(self, pid: int, handle: int, sock: socket.socket, status: socket.socket) -> None:
         self.pid, self.socket = pid, sock
-        self._handle, self._status = handle, status
+        self._status = status
         self._code: int | None = None
-        weakref.finalize(self, os.close, handle)
+        self._lock = threading.Lock()
+        self._handle = handle
+        self._close = weakref.finalize(self, os.close, handle)
 
     def kill(self) -> None:
-        try:
-            signal.pidfd_send_signal(self._handle, signal.SIGKILL)
-        except ProcessLookupError:
-            return
+        with self._lock:
+            if self._close.alive:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+                self._close()
 
     def wait(self, seconds: float) -> int | None:
         """None as well where the fork server has ended before and cannot tell."""
-        if self._code is None and waited(self._status, seconds):
-            data = self._status.recv(CODE_BYTES, socket.MSG_DONTWAIT | socket.MSG_PEEK)  # from any thread, any number
-            self._code = int.from_bytes(data, signed=True) if data else None
-        return self._code
+        with self._lock:
+            if self._status.fileno() >= 0 and waited(self._status, seconds):
+                data = self._status.recv(CODE_BYTES)
+                self._code = int.from_bytes(data, signed=True) if data else None
+                self._status.close()
+                if data:
+                    self._close()
+            return self._code
