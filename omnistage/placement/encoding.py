@@ -220,10 +220,9 @@ def _names() -> dict[str, object]:
     import torch
     from PIL import Image
 
-    from omnistage.core.messages import ChatMessage, TemplateOptions
+    from omnistage.core import clips, messages
 
-    named = {"ChatMessage": ChatMessage, "TemplateOptions": TemplateOptions}
-    return {"np": np, "torch": torch, "Image": Image, **named}
+    return {**vars(clips), **vars(messages), "np": np, "torch": torch, "Image": Image}
 
 
 def _model_codec(base: type[BaseModel]) -> Codec[Any]:
