@@ -358,6 +358,8 @@ def test_few_candidates_settle_a_peaked_row() -> None:
     x = -2.0 * (torch.arange(32000.0) + 1).log()[None]
     for shape in ({"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.05}, {"temperature": 0.8}):
         assert TokenSelector([params(**shape)], 32000).select(x, [0.5])[0] >= 0
+    shapes = [params(top_k=40, top_p=0.9), params(top_p=0.9), params(min_p=0.05)]
+    assert min(TokenSelector(shapes, 32000).select(x.repeat(3, 1), [0.5] * 3)) >= 0
 
 
 def test_requests_without_a_seed_differ() -> None:
