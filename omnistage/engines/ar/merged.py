@@ -15,6 +15,14 @@ from torch import nn
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
+class _LastProduct:
+    """An input and what the layers made of it. Not a module: setting a module's attributes takes as long as a small product."""
+
+    def __init__(self) -> None:
+        self.input: torch.Tensor | None = None
+        self.outputs: tuple[torch.Tensor, ...] = ()
+
+
 class _Merged(nn.Module):
     """The weights of several layers, one after the other, and their outputs for the last input."""
 
@@ -31,17 +39,17 @@ class _Merged(nn.Module):
             merged.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
         self.joint: nn.Module = merged
         """Exchanged where weights are quantised."""
-        self._input: torch.Tensor | None = None
-        self._outputs: tuple[torch.Tensor, ...] = ()
+        self._last = _LastProduct()
 
     def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """The output of one of the layers. The first to be asked with an input computes all of them."""
-        if self._input is not x:
-            self._input = x
-            self._outputs = self.joint(x).split(self.sizes, dim=-1)
-        out = self._outputs[index]
+        last = self._last
+        if last.input is not x:
+            last.input = x
+            last.outputs = self.joint(x).split(self.sizes, dim=-1)
+        out = last.outputs[index]
         if index == len(self.sizes) - 1:  # usually the last to be asked: nothing is held until the next step
-            self._input, self._outputs = None, ()
+            last.input, last.outputs = None, ()
         return out
 
 
