@@ -44,6 +44,7 @@ def refused(value: Any, why: str, **beside: Any) -> Row:
 
 _WHO = "says who asks"
 _WHEN = "when it runs"
+_CLIP_ONLY = "by voices that are fixed; CSM speaks as in the clip"
 _AB: dict[str, Any] = {"temperature": 0, "structured_outputs": {"regex": "( a| b| c| the| of){10}"}}
 """Greedily, with letters that come again."""
 _TO_B: dict[str, Any] = {"structured_outputs": {"regex": "ab"}}
@@ -208,8 +209,8 @@ FIELDS: dict[str, dict[str, Row]] = {
         "negative_prompt": refused("noise", _SOUND_ONLY),
         "task_type": refused("Base", "the model decides"),
         "language": refused("English", "the model decides"),
-        "ref_audio": refused("data:,", "no voice is cloned"),
-        "ref_text": refused("x", "no voice is cloned"),
+        "ref_audio": refused("data:,", _CLIP_ONLY),
+        "ref_text": refused("x", _CLIP_ONLY),
         "max_new_tokens": refused(5, "speech is as long as its text"),
     },
     "audio/transcriptions": {

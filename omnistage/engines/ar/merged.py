@@ -31,18 +31,8 @@ class _Merged(nn.Module):
             merged.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
         self.joint: nn.Module = merged
         """Exchanged where weights are quantised."""
-        self._input: torch.Tensor | None = None
-        self._outputs: tuple[torch.Tensor, ...] = ()
-
-    def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """The output of one of the layers. The first to be asked with an input computes all of them."""
-        if self._input is not x:
-            self._input = x
-            self._outputs = self.joint(x).split(self.sizes, dim=-1)
-        out = self._outputs[index]
-        if index == len(self.sizes) - 1:  # usually the last to be asked: nothing is held until the next step
-            self._input, self._outputs = None, ()
-        return out
+        self.input: torch.Tensor | None = None
+        self.outputs: tuple[torch.Tensor, ...] = ()
 
 
 class MergedLinear(nn.Module):
@@ -54,7 +44,15 @@ class MergedLinear(nn.Module):
         self.index = index
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.group.part(self.index, x)
+        """The first of the group that gets an input computes all of them."""
+        group = self.group
+        if group.input is not x:
+            group.input = x
+            group.outputs = group.joint(x).split(group.sizes, dim=-1)
+        out = group.outputs[self.index]
+        if self.index == len(group.sizes) - 1:  # usually the last: nothing is held until the next step
+            group.input, group.outputs = None, ()
+        return out
 
 
 def merge_linears(decoder: nn.Module, only: Container[str] | None = None) -> int:
