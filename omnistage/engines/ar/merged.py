@@ -16,7 +16,7 @@ _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class _LastProduct:
-    """An input and what the layers made of it. Not a module: setting a module's attributes takes as long as a small product."""
+    """An input and what the layers made of it. No module: to set a module's attributes takes as long as a product."""
 
     def __init__(self) -> None:
         self.input: torch.Tensor | None = None
