@@ -9,16 +9,15 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import logging
-import os
 import re
 import shutil
 import struct
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omnistage.core.errors import CheckpointError, MissingDependencyError, UnsupportedModelError
+from omnistage.core.user_cache import weights_home
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,7 +27,6 @@ logger = logging.getLogger(__name__)
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
-_HOME_VARIABLE = "OMNISTAGE_HOME"
 _SERVED_DTYPE = "bfloat16"
 """Of the new checkpoint on a GPU. Its numbers are float32, so that nothing is rounded twice."""
 _READ_ERRORS = (
@@ -63,7 +61,7 @@ def converted(path: Path) -> Path:
     _check(path)
     state = path.stat()
     key = hashlib.sha256(f"{path}\0{state.st_size}\0{state.st_mtime_ns}".encode()).hexdigest()[:16]
-    target = _home() / "gguf" / f"{path.stem}-{key}"
+    target = weights_home() / "gguf" / f"{path.stem}-{key}"
     if not (target / "config.json").is_file():
         _convert(path, target)
     return target
@@ -85,16 +83,6 @@ def _check(path: Path) -> None:
         )
     if importlib.util.find_spec("gguf") is None:
         raise MissingDependencyError("GGUF files need the package gguf: pip install 'omnistage[gguf]'")
-
-
-def _home() -> Path:
-    path = os.environ.get(_HOME_VARIABLE)
-    if path:
-        return Path(path).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "omnistage"
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "omnistage"
 
 
 def _convert(path: Path, target: Path) -> None:

@@ -23,7 +23,7 @@ from omnistage.server.access.keys import Holder
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.errors import RETRY_SECONDS, NotFoundError
 from omnistage.server.http.openapi import response_docs
-from omnistage.server.observe.model_features import transcribes, unsupported_drawing
+from omnistage.server.observe.model_features import clones_voices, transcribes, unsupported_drawing
 from omnistage.server.service import ServedModel, Service
 
 router = APIRouter()
@@ -47,6 +47,8 @@ class ModelCard(TypedDict):
     stages: list[str]
     transcribes: bool
     """Whether it recognises speech by itself, without a chat model that is asked to."""
+    clones_voices: bool
+    """Whether `/v1/audio/speech` can speak with the voice of a clip, `ref_audio`."""
     unsupported: list[str]
     """Parameters of pictures that it refuses, among `size` and `negative_prompt`."""
     defaults: dict[str, dict[str, JsonValue]]
@@ -125,6 +127,7 @@ def _card(model: ServedModel) -> ModelCard:
         voice_aliases=dict(omni.voices.aliases),
         stages=list(omni.orchestrator.graph.order),
         transcribes=transcribes(model),
+        clones_voices=clones_voices(model),
         unsupported=unsupported_drawing(model),
         defaults={
             name: omni.orchestrator.default_params[stage].model_dump(mode="json", exclude_none=True)

@@ -21,7 +21,7 @@ from omnistage.core.errors import (
     OmniError,
     UnsupportedModalityError,
 )
-from omnistage.core.family import DrawingProcessor, SpeechReader
+from omnistage.core.family import DrawingProcessor, SpeechReader, VoiceCloner
 from omnistage.core.params import DiffusionParams, StageParams
 from omnistage.core.types import FinishReason, Modality
 from omnistage.media.audio_output import channels_of
@@ -64,6 +64,10 @@ class SpeechRequest(WireModel):
     instructions: str | None = Field(default=None, description="How to speak; without effect for voices that read.")
     speed: Finite | None = Field(default=None, ge=MIN_SPEED, le=MAX_SPEED, description="At the voice's own pitch.")
     # vLLM-Omni's
+    ref_audio: str | None = Field(
+        default=None, min_length=1, description="A clip of the voice to speak with: a URL as in chats, such as data:..."
+    )
+    ref_text: str | None = Field(default=None, max_length=_MAX_READ_CHARS, description="What is said in the clip.")
     stream: bool | None = Field(default=None, description="Without effect: speech is always streamed.")
     # Ours
     seed: Seed | None = None
@@ -95,7 +99,7 @@ async def speech(body: SpeechRequest, request: Request) -> Response:
     messages = _messages(body, model)
     params = model.with_seed(body.seed, _sound_params(body, model))
     speed = 1.0 if body.speed is None else body.speed
-    running = service.run_request(holder, model, messages, params, options, rename={"prompt": "input"})
+    running = service.run_request(holder, model, messages, params, options, rename=_field_name)
     # A model that has nothing but speech to give generates tokens for it.
     reads = isinstance(model.omni.processor, SpeechReader) and Modality.TEXT in model.omni.modalities
     if body.stream_format == "sse":
@@ -106,6 +110,12 @@ async def speech(body: SpeechRequest, request: Request) -> Response:
 
 def _messages(body: SpeechRequest, model: ServedModel) -> list[dict[str, object]]:
     processor = model.omni.processor
+    if body.ref_text is not None and body.ref_audio is None:
+        raise InvalidRequestError("is said in no clip; send ref_audio, too, or leave it out", param="ref_text")
+    if body.ref_audio is not None and not isinstance(processor, VoiceCloner):
+        raise InvalidRequestError(
+            "this model cannot speak with the voice of a clip; leave it out, or use a model that can", param="ref_audio"
+        )
     if isinstance(processor, SpeechReader):
         if body.instructions:
             note_ignored("instructions")
@@ -114,9 +124,19 @@ def _messages(body: SpeechRequest, model: ServedModel) -> list[dict[str, object]
                 f"has {len(body.input)} characters, over the limit of {_MAX_READ_CHARS}; send it in parts",
                 param="input",
             )
+        if body.ref_audio is not None and isinstance(processor, VoiceCloner):
+            clip = {"type": "audio_url", "audio_url": {"url": body.ref_audio}}
+            return processor.read_aloud_as(body.input, clip, body.ref_text)
         return processor.read_aloud(body.input)
     content = f"{body.instructions}\n{_READ_ALOUD}" if body.instructions else _READ_ALOUD
     return [{"role": "user", "content": f"{content}{body.input}"}]
+
+
+def _field_name(param: str) -> str:
+    """The request's name for what is wrong in the conversation that it has become."""
+    if param.startswith("messages[0].content[1]"):
+        return "ref_audio"
+    return "input" if param.startswith(("messages", "prompt")) else param
 
 
 def _sound_params(body: SpeechRequest, model: ServedModel) -> dict[str, StageParams]:
