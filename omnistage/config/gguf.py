@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omnistage.core.errors import CheckpointError, MissingDependencyError, UnsupportedModelError
-from omnistage.core.user_cache import weights_home
+from omnistage.core.user_cache import HOME_VARIABLE, weights_home
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -116,7 +116,7 @@ def _scratch(target: Path) -> Path:
     except OSError as error:
         raise CheckpointError(
             f"{target.parent} cannot be written ({error.strerror or error}), where GGUF files are kept in full "
-            f"precision; set {_HOME_VARIABLE} to a folder that can",
+            f"precision; set {HOME_VARIABLE} to a folder that can",
             param="model",
         ) from error
 
