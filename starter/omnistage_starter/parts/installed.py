@@ -56,7 +56,7 @@ def damaged(distribution: metadata.Distribution) -> list[str]:
     for file in distribution.files or ():
         if file.hash is None:  # the record itself, and compiled bytecode
             continue
-        if file.parts[0] == "..":  # a script, which we do not run: it names the interpreter, and a moved environment's is another
+        if file.parts[0] == "..":  # a script, which we do not run; a moved environment has another interpreter in it
             continue
         path = Path(str(file.locate()))
         if not path.is_file() or _digest(path, file.hash.mode) != file.hash.value:
