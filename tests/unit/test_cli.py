@@ -279,6 +279,7 @@ class FakeOmni:
     answer: OmniRequestOutput
     calls: list[tuple[str, object, dict[str, object]]]
     modalities = ("text", "audio")
+    processor = None
 
     def __call__(self, model: str, **options: object) -> FakeOmni:
         self.calls.append(("load", model, options))
