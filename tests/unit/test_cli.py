@@ -169,7 +169,7 @@ def test_debug_shows_the_traceback(model, monkeypatch):
         (["config", "{model}", "--device", "gpu"], "use auto, cpu"),
         (["config", "{model}", "--config", "no.yaml"], "does not exist"),
         (["verify", "./nowhere"], "there is no folder"),
-        (["tiny", "nope", "{tmp}/x"], "families: fake, bare"),
+        (["tiny", "nope", "{tmp}/x"], "known: fake, bare"),
         (["tiny", "bare", "{tmp}/x"], "has no small checkpoint"),
         (["tiny", "fake", "{model}"], "add --force"),
         (["tiny", "fake", "{model}/config.json"], "is a file"),

@@ -95,6 +95,11 @@ def test_a_misspelt_model_is_recognised(tmp_path):
     assert "did you mean" not in run("config", "quite-another", code=2)
 
 
+def test_a_misspelt_family_or_bundle_is_recognised(tmp_path):
+    assert "did you mean qwen2_5_omni" in run("tiny", "qwen_omni", str(tmp_path), code=2)
+    assert "did you mean starter?" in run("pull", "startr", code=2)
+
+
 def test_a_port_in_use_needs_no_advice_about_the_configuration(capsys):
     print_error(ConfigError("cannot listen on 127.0.0.1:8000: Address already in use; choose another --port"))
     assert "hint" not in capsys.readouterr().err
