@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from machine_load import load
@@ -49,7 +50,7 @@ class Chaos:
         self._omni = omni
         self._expected = expected
         self._options = options
-        self._slots = asyncio.Semaphore(options.concurrency)
+        self._replicas = omni._groups[0]._replicas
         self._chance = random.Random(options.seed)
         self._fault_at = float("-inf")
         self.ends: Counter[str] = Counter()
@@ -60,6 +61,8 @@ class Chaos:
         """Seconds from a fault until all processes are up again."""
         self.starts: list[float] = []
         """Seconds of the restarts alone, from the moment at which a process is to be started again."""
+        self.work: list[float] = []
+        """Processor seconds that each restarted process had taken when it was ready."""
         self._over = asyncio.Event()
 
     async def run(self) -> None:
@@ -102,18 +105,21 @@ class Chaos:
             self.problems.append(f"{type(output.error).__name__}: {output.error}")
 
     def _time_starts(self) -> None:
-        replicas = self._omni._groups[0]._replicas
-        restart = replicas._restart
+        replicas, restart = self._replicas, self._replicas._restart
 
-        def timed(*args: object) -> None:
+        def timed(replica: Any) -> None:
             begin = time.monotonic()
-            restart(*args)  # type: ignore[arg-type]
+            restart(replica)
             self.starts.append(time.monotonic() - begin)
+            if (worker := replica.worker) is not None:
+                self.work.append(processor_seconds(worker.host.pid))
 
         replicas._restart = timed  # type: ignore[method-assign]
 
     async def _attack(self) -> None:
         self._time_starts()
+        while self._options.standby and ((server := self._replicas._fork_server) is None or not server.ready):
+            await asyncio.sleep(0.1)
         for number in range(self._options.faults):
             await asyncio.sleep(self._chance.uniform(0.2, 2.0 * self._options.pause))
             replicas = self._omni.replicas()
@@ -123,7 +129,7 @@ class Chaos:
                 raise RuntimeError("a process is down before its fault")
             kind = _FAULTS[number % len(_FAULTS)]
             if kind == "cut off":
-                workers = self._omni._groups[0]._replicas.workers()
+                workers = self._replicas.workers()
                 next(w for w in workers if w.host.pid == target.pid).host.socket.shutdown(socket.SHUT_RDWR)
             else:
                 os.kill(target.pid, signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
@@ -133,6 +139,11 @@ class Chaos:
                     raise RuntimeError(f"a process that was {kind} has not come back")
             self.recoveries.append(time.monotonic() - self._fault_at)
         self._over.set()
+
+
+def processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def content(output: OmniRequestOutput) -> Content:
@@ -157,8 +168,8 @@ async def compare(folder: Path, options: argparse.Namespace) -> int:
     group += ("standby=true",) if options.standby else ()
     overrides = (*_POOLS, *(f"deployment.placement.voice.{each}" for each in group))
     async with AsyncOmni(folder, overrides=overrides, **arguments) as omni:  # type: ignore[arg-type]
-        before, begin = held(), time.monotonic()
         chaos = Chaos(omni, expected, options)
+        before, begin = held(), time.monotonic()
         await chaos.run()
         omni.orchestrator.check_idle()
         await asyncio.sleep(1.0)
@@ -173,6 +184,8 @@ async def compare(folder: Path, options: argparse.Namespace) -> int:
         print(f"  from a fault until all processes take requests: {recoveries}")
         starts = f"median {statistics.median(chaos.starts):.1f} s, longest {max(chaos.starts):.1f} s"
         print(f"  from a restart until its process takes requests: {starts}")
+        work = f"median {statistics.median(chaos.work):.2f} s, most {max(chaos.work):.2f} s"
+        print(f"  processor time of a process until it takes requests: {work}")
         print(f"  before and after: {before}, {after}")
     for problem, count in Counter(chaos.problems).most_common(10):
         print(f"PROBLEM, {count} times: {problem}")
@@ -184,7 +197,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--faults", type=int, default=50)
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--standby", action="store_true", help="keep one more process for restarts")
+    parser.add_argument("--standby", action="store_true", help="fork lost processes from one that has imported all")
     parser.add_argument("--pause", type=float, default=0.4, help="mean seconds between two faults, once all are up")
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)

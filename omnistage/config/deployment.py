@@ -37,8 +37,8 @@ class GroupConfig(ConfigModel):
     )
     standby: bool = Field(
         default=False,
-        description="Keep one more process that has imported its libraries (about 0.4 GB) and loads the stages when "
-        "another one is lost.",
+        description="Keep one more process that has imported what the others have (about 0.5 GB), from which the next "
+        "is forked when one is lost.",
     )
     restart_requests: bool = Field(
         default=True, description="Start requests again, once, that had given nothing when their process ended."

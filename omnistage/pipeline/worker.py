@@ -51,8 +51,6 @@ from omnistage.placement.messages import (
 
 _log = logging.getLogger(__name__)
 _CHECK_THREADS = 4
-_STANDBY_SECONDS = 5.0
-"""A process that has had nothing to do for so long waits to take another's place: it imports all that one may need."""
 _FAILED_CODE = 3
 """The exit code of a process one of whose stages has failed for good."""
 
@@ -110,10 +108,7 @@ class Worker:
         threading.Thread(target=self._beat_until_ready, name="omnistage-beat", daemon=True).start()
         import torch  # noqa: F401  (meanwhile: most of a start is importing)
 
-        if not self._start.wait(_STANDBY_SECONDS):
-            import omnistage.hf  # noqa: F401
-
-            self._start.wait()
+        self._start.wait()
         message = self._message
         if message is None:
             return 0
@@ -128,7 +123,7 @@ class Worker:
         self._channel.share_devices(message.devices)
         self._ready.set()
         self._channel.send(self._beat(None))  # so that its stages are known when the service goes on
-        self._channel.send(Ready(used_devices()))
+        self._channel.send(Ready(used_devices(), imported_modules()))
         while not self._stopped.wait(message.beat_seconds):
             self._channel.send(self._beat(parts.max_step_seconds))
         for loop in self._loops.values():
@@ -242,6 +237,15 @@ class Worker:
     def _end(self) -> None:
         """Nobody is left to work for; a stage may be in the middle of a step."""
         os._exit(0)
+
+
+def imported_modules() -> tuple[str, ...]:
+    """The modules that can be imported by their names, in the order in which they were."""
+    return tuple(
+        name
+        for name, module in list(sys.modules.items())
+        if (spec := getattr(module, "__spec__", None)) is not None and spec.name == name and spec.origin
+    )
 
 
 def main(arguments: list[str]) -> None:

@@ -220,9 +220,9 @@ def _names() -> dict[str, object]:
     import torch
     from PIL import Image
 
-    from omnistage.core.messages import ChatMessage
+    from omnistage.core import clips, messages
 
-    return {"np": np, "torch": torch, "Image": Image, "ChatMessage": ChatMessage}
+    return {**vars(clips), **vars(messages), "np": np, "torch": torch, "Image": Image}
 
 
 def _model_codec(base: type[BaseModel]) -> Codec[Any]:

@@ -242,6 +242,7 @@ class StageGroup:
             if message.overdue is not None:
                 self._replicas.give_up(worker, f"stage {message.overdue!r} has been in one step for too long")
         elif isinstance(message, Ready):
+            worker.modules = message.modules
             worker.started(devices=message.devices)
         elif isinstance(message, Failed):
             worker.started(message.error)

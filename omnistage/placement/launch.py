@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from omnistage.config import GroupConfig, OmniEngineArgs
 from omnistage.core.params import StageParams
+from omnistage.placement.fork_server import ForkServer
 from omnistage.placement.group import StageGroup
 from omnistage.placement.messages import Start
 from omnistage.placement.replicas import Replicas
@@ -40,8 +41,8 @@ def make_group(
         starts,
         hang_seconds=group.hang_seconds,
         max_restarts=group.max_restarts,
-        standby=group.standby,
         host=host,
+        fork_server=ForkServer if group.standby else None,
     )
     try:
         replicas.spawn()

@@ -139,6 +139,8 @@ class Ready:
 
     devices: tuple[str, ...] = ()
     """UUIDs of the GPUs that the process uses."""
+    modules: tuple[str, ...] = ()
+    """Those that it has imported."""
 
 
 @dataclass(frozen=True, slots=True)

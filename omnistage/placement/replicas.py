@@ -12,6 +12,7 @@ from omnistage.core.errors import OmniError, StageUnavailableError
 from omnistage.core.failures import log_defect
 from omnistage.core.stage import StageState
 from omnistage.core.threads import DaemonThreads
+from omnistage.placement.fork_server import ForkServer
 from omnistage.placement.messages import Message, Start, Stop
 from omnistage.placement.worker_process import Host, LocalProcess, Worker
 
@@ -78,20 +79,23 @@ class Replicas:
         *,
         hang_seconds: float,
         max_restarts: int,
-        standby: bool = False,
         host: Callable[[], Host] = LocalProcess,
+        fork_server: Callable[[Sequence[str]], ForkServer] | None = None,
     ) -> None:
-        """`starts` has for each process what it is to do; a `standby` waits to take the place of one that is lost."""
+        """`starts` has for each process what it is to do; those that are lost are forked from a `fork_server`."""
         self._name = name
         self._replicas = [_Replica(number, start) for number, start in enumerate(starts)]
         self._hang_seconds = hang_seconds
         self._max_restarts = max_restarts
-        self._standby = standby
+        self._make_fork_server = fork_server
         self._host = host
         self._changed = threading.Condition()  # guards the replicas
         self._closing = False
         self._hosts: list[Host] = []
         """Processes that wait for what they are to do."""
+        self._fork_server: ForkServer | None = None
+        self._modules: dict[str, None] = {}
+        """Those that the processes have imported, in order."""
         self._starting: Worker | None = None
         """One that builds its stages."""
         self._starter = DaemonThreads(1, f"omnistage-{name}-start")  # one at a time: they share the memory
@@ -115,32 +119,31 @@ class Replicas:
         """Have them build their stages, one after the other; raises why one of them cannot."""
         for replica in self._replicas:
             self._run(replica, self._next_host())
-        self._starter.submit(self._spawn_standby)
+        self._starter.submit(self._keep_fork_server)
         threading.Thread(target=self._watch, name=f"omnistage-{self._name}-watch", daemon=True).start()
 
-    def _spawn_standby(self) -> None:
-        """Have a process import what it needs before it is needed."""
-        if not self._standby or self._hosts:
+    def _keep_fork_server(self) -> None:
+        """Start one where there is none."""
+        server = self._fork_server
+        if self._make_fork_server is None or (server is not None and not server.ended()):
             return
         try:
-            host = self._host()
+            server = self._make_fork_server(tuple(self._modules))
         except Exception as error:  # the boundary of an optional process: restarts take longer without it
-            log_defect(f"starting a standby of group {self._name}", error)
+            log_defect(f"starting the fork server of group {self._name}", error)
             return
         with self._changed:
-            closing = self._closing
-            if not closing:
-                self._hosts.append(host)
+            self._fork_server, closing = server, self._closing
         if closing:
-            _discard(host)
+            server.close()
 
     def _next_host(self) -> Host:
-        """A process that has nothing to do yet: the one that waits, if it still does."""
+        """A process that has nothing to do yet."""
         while True:
             with self._changed:
-                host = self._hosts.pop() if self._hosts else None
+                host, server = self._hosts.pop() if self._hosts else None, self._fork_server
             if host is None:
-                return self._host()
+                return (server.fork() if server is not None else None) or self._host()
             if host.wait(0) is None:
                 return host
             _discard(host)
@@ -160,6 +163,7 @@ class Replicas:
         finally:
             with self._changed:
                 self._starting = None
+        self._modules |= dict.fromkeys(worker.modules)
         with self._changed:
             if not worker.lost and not self._closing:
                 replica.worker, replica.up_since = worker, time.monotonic()
@@ -292,7 +296,7 @@ class Replicas:
                 replica.restarts += 1
             _log.warning("process %d of group %s has been restarted", replica.number, self._name)
         self._on_changed()
-        self._spawn_standby()
+        self._keep_fork_server()
 
     def close(self) -> None:
         """End all processes. Safe to call again."""
@@ -301,11 +305,13 @@ class Replicas:
             workers = [replica.worker for replica in self._replicas if replica.worker is not None]
             if self._starting is not None:
                 self._starting.kill()
-            hosts, self._hosts = self._hosts, []
+            hosts, self._hosts, server = self._hosts, [], self._fork_server
             self._changed.notify_all()
         self._starter.shutdown(cancel_futures=True)
         for host in hosts:
             _discard(host)
+        if server is not None:
+            server.close()
         for worker in workers:
             worker.send(Stop())
         for worker in workers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from omnistage.placement.clock import boot_id
 from omnistage.placement.device_memory import used_devices
 from omnistage.placement.messages import Message, Start, Stop
 
-_MODULE = "omnistage.pipeline.worker"
+WORKER_MODULE = "omnistage.pipeline.worker"
 START_SECONDS = 1800.0
 """For a process to load its stages."""
 START_SILENCE = 120
@@ -44,7 +45,7 @@ class Host(Protocol):
 class LocalProcess:
     """A new interpreter on this machine, never a fork of this one. It ends when its socket does."""
 
-    def __init__(self, command: Sequence[str] = ("-m", _MODULE)) -> None:
+    def __init__(self, command: Sequence[str] = ("-m", WORKER_MODULE)) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
         with theirs:
@@ -66,6 +67,13 @@ class LocalProcess:
             return None
 
 
+def waited(sock: socket.socket, seconds: float) -> bool:
+    """Whether there is something to read within so many seconds, or the other end is gone."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(seconds * 1e3))
+
+
 class Worker:
     """One life of a process that runs stages. When it is lost, it is lost for good; another one takes its place.
 
@@ -85,6 +93,8 @@ class Worker:
         self.steps: Mapping[str, StepSeconds] = {}
         self.taken: dict[str, int] = {}
         """Batches of each stage that were taken, and that it has not been told of."""
+        self.modules: Sequence[str] = ()
+        """Those that it has imported, once it is ready."""
         self._receive = receive
         self._closed = closed
         self._started = threading.Event()

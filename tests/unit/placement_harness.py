@@ -19,12 +19,13 @@ from omnistage.pipeline.links import links_within
 from omnistage.pipeline.orchestrator import Orchestrator
 from omnistage.pipeline.outputs import OmniRequestOutput
 from omnistage.pipeline.request import OmniRequest
+from omnistage.placement.fork_server import ForkServer
 from omnistage.placement.group import StageGroup
 from omnistage.placement.messages import Start
 from omnistage.placement.replicas import Replicas, ReplicaStats
 from omnistage.placement.worker_process import LocalProcess
 from tests.unit.fakes import AUDIO, TEXT, FakeStage, Recorder, linear, stream_into
-from tests.unit.placement_worker import real_rows
+from tests.unit.placement_worker import LOADING, real_rows
 
 PARAMS = {"thinker": SamplingParams, "talker": SamplingParams, "vocoder": CodecParams}
 
@@ -53,13 +54,14 @@ class PlacedPipeline:
         graph, stages = linear(), ("talker", "vocoder")
         self._hold = folder / "hold"
         start = Start("{}", tuple(stages), None, None, hang_seconds / 4, 30)
+        command = ("tests.unit.placement_worker", str(self._hold))
         processes = Replicas(
             "voice",
             [start] * replicas,
             hang_seconds=hang_seconds,
             max_restarts=max_restarts,
-            standby=standby,
-            host=partial(LocalProcess, ("-m", "tests.unit.placement_worker", str(self._hold))),
+            host=partial(LocalProcess, ("-m", *command)),
+            fork_server=partial(ForkServer, command=command) if standby else None,
         )
         self.group = StageGroup("voice", {name: PARAMS[name] for name in stages}, processes)
         self.group._numbers = itertools.count(1000)  # past the small integers of which Python has one each
@@ -93,11 +95,14 @@ class PlacedPipeline:
     @contextmanager
     def held(self) -> Iterator[None]:
         """No step of the processes ends inside the block."""
-        self._hold.touch()
-        try:
+        with _existing(self._hold):
             yield
-        finally:
-            self._hold.unlink()
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """No process that is started inside the block has its stages before the end of it."""
+        with _existing(self._hold.with_suffix(LOADING)):
+            yield
 
     def submit(self, request_id: str = "r", tokens: int = 3) -> Recorder:
         sink = Recorder()
@@ -122,6 +127,15 @@ class PlacedPipeline:
         return all(replica.pid is not None for replica in self.replicas()) and all(
             health[name].available for name in self.group.stages
         )
+
+
+@contextmanager
+def _existing(file: Path) -> Iterator[None]:
+    file.touch()
+    try:
+        yield
+    finally:
+        file.unlink()
 
 
 def assert_whole(output: OmniRequestOutput, tokens: int) -> None:

@@ -17,6 +17,8 @@ from omnistage.pipeline.worker import Worker
 from omnistage.placement.messages import Start
 from tests.unit.fakes import FakeStage, linear, stream_into
 
+LOADING = ".loading"
+"""While HOLD with this suffix exists, it loads."""
 POISON = "poison"
 """The request of this id makes steps raise."""
 
@@ -64,6 +66,8 @@ class TensorStage(FakeStage):
 
 class FakeWorker(Worker):
     def _build(self, message: Start) -> GroupParts:
+        while os.path.exists(TensorStage.hold + LOADING):
+            time.sleep(0.01)
         graph = linear()
         stages = {name: TensorStage(name, audio=name == "vocoder") for name in message.stages}
         bridges = {
@@ -73,6 +77,10 @@ class FakeWorker(Worker):
         return GroupParts(graph, stages, bridges, None)
 
 
+def main(arguments: list[str]) -> None:
+    TensorStage.hold = arguments[0]
+    os._exit(FakeWorker(socket.socket(fileno=int(arguments[1]))).run())
+
+
 if __name__ == "__main__":
-    TensorStage.hold = sys.argv[1]
-    FakeWorker(socket.socket(fileno=int(sys.argv[2]))).run()
+    main(sys.argv[1:])

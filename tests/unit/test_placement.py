@@ -23,9 +23,9 @@ from omnistage.core.stage import GROWING, StageState, StageStats
 from omnistage.core.types import ARInput, FinishReason, RequestInfo, SideRows, StageChunk
 from omnistage.pipeline.loop import StageLoop
 from omnistage.pipeline.worker import Worker
-from omnistage.placement import replicas, worker_process
+from omnistage.placement import fork_server, replicas, worker_process
 from omnistage.placement.group import Binding, _sum
-from omnistage.placement.messages import Beat, Start
+from omnistage.placement.messages import Beat, Start, Stop
 from omnistage.placement.prefixes import Prefixes
 from omnistage.server.observe.metrics import _STAGE_COUNTERS, _STAGE_GAUGES
 from tests.unit.fakes import FakeStage
@@ -223,39 +223,92 @@ def test_without_a_process_requests_are_refused_and_one_that_fails_too_often_is_
             voices.submit("late")
 
 
-def test_a_standby_takes_the_place_of_a_lost_process_and_is_replaced(
+def test_lost_processes_are_forked_from_one_that_has_imported_what_they_need(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicas, "RESTART_PAUSES", (0.05,))
+
+    def parent_of_next() -> int:
+        """The parent of the process that takes the place of the one that is killed."""
+        before, restarts = voices.replicas()[0].pid, voices.replicas()[0].restarts
+        voices.signal(0)
+        eventually(lambda: voices.replicas()[0].restarts > restarts and voices.all_up())
+        assert_whole(voices.submit(tokens=3).wait(), 3)
+        pid = voices.replicas()[0].pid
+        assert pid not in (None, before)
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
     with PlacedPipeline(tmp_path, standby=True) as voices:
         processes = voices.group._replicas
-        eventually(lambda: bool(processes._hosts))
-        (standby,) = processes._hosts
-        voices.signal(0)
-        eventually(lambda: voices.replicas()[0].pid == standby.pid)
-        assert_whole(voices.submit(tokens=3).wait(), 3)
-        eventually(lambda: bool(processes._hosts))
-        (dead,) = processes._hosts
-        dead.kill()
-        assert dead.wait(10) is not None
-        voices.signal(0)
-        eventually(lambda: voices.replicas()[0].pid not in (None, standby.pid))
-        assert voices.replicas()[0].pid != dead.pid
-        assert voices.replicas()[0].failures == 2  # no start has failed
-        eventually(lambda: bool(processes._hosts))
-        (last,) = processes._hosts
-    assert last.wait(10) is not None
+        eventually(lambda: processes._fork_server is not None and processes._fork_server.ready)
+        server = processes._fork_server
+        assert server is not None
+        assert [parent_of_next(), parent_of_next()] == [server.pid] * 2  # it is used up by none
+        os.kill(server.pid, signal.SIGKILL)
+        eventually(server.ended)
+        assert parent_of_next() == os.getpid()  # its end is no loss
+        eventually(lambda: processes._fork_server is not server and processes._fork_server.ready)  # type: ignore[union-attr]
+        last = processes._fork_server
+        assert last is not None
+        assert parent_of_next() == last.pid
+        assert voices.replicas()[0].failures == 4  # no start has failed
+        pid = voices.replicas()[0].pid
+    assert last.ended()
+    eventually(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def test_a_fork_server_that_is_stopped_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "_FORK_SECONDS", 0.2)
+    command = ("tests.unit.placement_worker", str(tmp_path / "hold"))
+    server = fork_server.ForkServer(["json", "tests.unit.no_such_module"], command)
+    eventually(lambda: server.ready)
+    os.kill(server.pid, signal.SIGSTOP)
+    assert server.fork() is None
+    assert server.ended()
+
+
+def test_a_fork_that_could_not_use_gpus_becomes_a_new_interpreter(tmp_path: Path) -> None:
+    (tmp_path / "uses_cuda.py").write_text("import torch\ntorch.cuda._is_in_bad_fork = lambda: True\n")
+    command = ("tests.unit.placement_worker", str(tmp_path / "hold"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        server = fork_server.ForkServer(["uses_cuda"], command)
+    eventually(lambda: server.ready)
+    process = server.fork()
+    assert process is not None
+    worker = worker_process.Worker("w", process, lambda _worker, _message: None, lambda _worker: None)
+    eventually(lambda: b"fork_server" not in Path(f"/proc/{process.pid}/cmdline").read_bytes())
+    worker.send(Stop())  # before it has been told what to run
+    worker.kill()
+    assert process.wait(60) == -signal.SIGKILL
+    process.kill()  # its number may be another's by now
+    server.close()
+
+
+def test_a_library_that_starts_threads_is_not_forked(tmp_path: Path) -> None:
+    (tmp_path / "runs_threads.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        server = fork_server.ForkServer(["runs_threads"])
+    eventually(server.ended)
+    assert not server.ready
+    assert server.fork() is None
 
 
 def test_a_process_that_hangs_while_it_starts_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "RESTART_PAUSES", (0.05,))
-    with PlacedPipeline(tmp_path, standby=True) as voices:
-        eventually(lambda: bool(voices.group._replicas._hosts))
-        os.kill(voices.group._replicas._hosts[0].pid, signal.SIGSTOP)
-        with monkeypatch.context() as patch:
-            patch.setattr(worker_process, "START_SILENCE", 2)
+    with PlacedPipeline(tmp_path) as voices, monkeypatch.context() as patch:
+        patch.setattr(worker_process, "START_SILENCE", 2)
+        with voices.loading():
             voices.signal(0)
+            eventually(lambda: voices.group._replicas._starting is not None)
+            starting = voices.group._replicas._starting
+            assert starting is not None
+            os.kill(starting.host.pid, signal.SIGSTOP)
             eventually(lambda: voices.replicas()[0].failures == 2)  # once when it was killed, once when it hung
+        patch.undo()
         eventually(lambda: voices.replicas()[0].restarts == 1 and voices.all_up())
         assert_whole(voices.submit(tokens=3).wait(), 3)
 

@@ -22,6 +22,7 @@ from omnistage.engines.ar.attention import (
     BatchLayout,
     KVCache,
     PagedContext,
+    ScoreOptions,
     bind_caches,
     current,
 )
@@ -320,11 +321,7 @@ class NoAttention(AttentionBackend):
         value: torch.Tensor,
         cache: KVCache,
         paged: PagedContext,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        scores: ScoreOptions,
     ) -> torch.Tensor:
-        del key, cache, paged, scale, window, softcap, sinks
+        del key, cache, paged, scores
         return torch.zeros(*query.shape[:2], value.shape[2], dtype=query.dtype, device=query.device)

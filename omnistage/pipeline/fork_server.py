@@ -1,0 +1,149 @@
+"""A process from which workers are forked: `python -m omnistage.pipeline.fork_server MODULE [ARGUMENT...] SOCKET`.
+
+It is started by `placement.fork_server`. It imports the modules that it is told, then forks a process for each
+request, in which `MODULE.main` runs as it would in a new interpreter. It computes nothing: a fork has one thread alone,
+and no fork can use a GPU that its parent has used.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from omnistage.placement.fork_server import CODE_BYTES, PID_BYTES
+
+_log = logging.getLogger(__name__)
+_NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Has torch ask the driver's library whether there are GPUs; the other way makes them useless in forks."""
+_NOT_IMPORTED = ("torch._inductor",)
+"""Starts processes and threads as it is imported."""
+_UNSAFE_CODE = 3
+
+
+def preload(modules: Sequence[str]) -> None:
+    """Import modules that a worker had imported, in its order."""
+    for name in modules:
+        if name.startswith(_NOT_IMPORTED):
+            continue
+        try:
+            import_module(name)
+        except Exception as error:  # the boundary to libraries: a worker that needs it imports it itself
+            _log.debug("module %s is not imported: %s", name, type(error).__name__)
+
+
+def is_safe() -> bool:
+    """Whether a fork has all that runs here: one thread. OpenBLAS ends its threads at a fork, so there is one first."""
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return len(os.listdir("/proc/self/task")) == 1
+
+
+class Forks:
+    """Forks a process for each request from the control socket, and reports its end to who asked for it."""
+
+    def __init__(self, control: socket.socket, command: Sequence[str]) -> None:
+        self._control = control
+        self._command = command
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ)
+        self._children: dict[int, tuple[int, socket.socket]] = {}
+        """By the handle of a process: its number, and where its end is reported."""
+
+    def serve(self) -> None:
+        """Until the service ends or closes the control socket."""
+        while True:
+            for key, _events in self._selector.select():
+                if key.fd in self._children:
+                    self._reap(key.fd)
+                    continue
+                data, fds, _flags, _address = socket.recv_fds(self._control, 1, 2)
+                if not data:
+                    return
+                self._fork(*fds)
+
+    def _fork(self, worker: int, status: int) -> None:
+        if (pid := os.fork()) == 0:
+            self._run(worker, status)
+        os.close(worker)
+        handle, reports = os.pidfd_open(pid), socket.socket(fileno=status)
+        self._children[handle] = pid, reports
+        self._selector.register(handle, selectors.EVENT_READ)
+        try:
+            socket.send_fds(reports, [pid.to_bytes(PID_BYTES)], [handle])
+        except OSError:  # who asked has given up: nobody holds the other end of its socket, so it ends
+            return
+
+    def _run(self, worker: int, status: int) -> None:
+        """In the new process, which keeps nothing of this one open; does not return."""
+        try:
+            self._selector.close()
+            self._control.close()
+            os.close(status)
+            for handle, (_pid, reports) in self._children.items():
+                os.close(handle)
+                reports.close()
+            module, *arguments = (*self._command, str(worker))
+            if _gpus_are_lost():
+                os.set_inheritable(worker, True)
+                os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+            import_module(module).main(arguments)
+        finally:
+            os._exit(1)
+
+    def _reap(self, handle: int) -> None:
+        pid, reports = self._children.pop(handle)
+        self._selector.unregister(handle)
+        os.close(handle)
+        _pid, status = os.waitpid(pid, 0)
+        with reports:
+            try:
+                reports.send(os.waitstatus_to_exitcode(status).to_bytes(CODE_BYTES, signed=True))
+            except OSError:  # nobody wants to know any more
+                return
+
+
+def _gpus_are_lost() -> bool:
+    """Whether a module has used CUDA as it was imported, after which a fork cannot."""
+    if "torch" not in sys.modules:
+        return False
+    import torch
+
+    return bool(torch.cuda._is_in_bad_fork())
+
+
+def main(arguments: list[str]) -> None:
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to whole groups: the service decides
+        signal.signal(name, signal.SIG_IGN)
+    *command, number = arguments
+    control = socket.socket(fileno=int(number))
+    with control.makefile() as file:
+        line = file.readline()
+    if not line:
+        return
+    checked = os.environ.get(_NVML_CHECK)
+    os.environ[_NVML_CHECK] = "1"
+    preload(json.loads(line))
+    if not is_safe():
+        _log.error("a library starts threads as it is imported: lost processes are not forked but started anew")
+        sys.exit(_UNSAFE_CODE)
+    if checked is None:
+        del os.environ[_NVML_CHECK]
+    else:
+        os.environ[_NVML_CHECK] = checked
+    gc.collect()
+    gc.freeze()  # the pages of what was imported stay shared
+    control.sendall(b"r")
+    Forks(control, command).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
