@@ -28,14 +28,15 @@ class PausedCall(Generic[T]):
         self._error: BaseException | None = None
         threads = torch.get_num_threads()
         # A thread begins on CUDA's default stream; what the call computes is read on the stage's own.
-        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        stream = torch.cuda.current_stream() if initialized else None
 
         def run() -> None:
             self._go.acquire()
             try:
                 if not self._cancelled:
                     set_threads(threads)
-                    with torch.cuda.stream(stream):  # type: ignore[no-untyped-call]
+                    with torch.cuda.stream(stream):
                         self._result = function(self)
             except _Cancelled:
                 pass
