@@ -255,7 +255,8 @@ def as_markdown(outcomes: Sequence[Outcome]) -> str:
         "",
         "This page comes from `python tools/speech_coverage.py --all --markdown docs/speech_models.md`: small random",
         "checkpoints of each type, several clips or texts at once, compared with transformers one at a time",
-        "([how they are served](speech.md)).",
+        "([how they are served](speech.md)). Higgs Audio and Granite Speech 5 were judged with the Python part of",
+        "`torchaudio` 2.11.",
         "",
         f"transformers {transformers.__version__}, float32.",
     ]
