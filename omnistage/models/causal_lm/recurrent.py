@@ -148,6 +148,6 @@ def _states_of(call: _Call, layer: int, watched: _WatchedCache, dtype: torch.dty
     return LayerStates(shapes, argument, layer, stepwise=stepwise, uneven=uneven)
 
 
-def _differ(got: torch.Tensor, expected: torch.Tensor) -> bool:
+def _differ(output: torch.Tensor, expected: torch.Tensor) -> bool:
     """By more than rounding."""
-    return not float((got - expected).abs().max()) < _TOLERANCE * (float(expected.abs().max()) or 1.0)
+    return not float((output - expected).abs().max()) < _TOLERANCE * (float(expected.abs().max()) or 1.0)
