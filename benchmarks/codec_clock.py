@@ -1,8 +1,8 @@
 """The codec scheduler against listeners: first sound, stutter and throughput on a simulated device.
 
-The real scheduler with an injected clock. N listeners ask at once; a step of the models is a code for each of them; a
-batch of windows takes as long as the cost line says. The player starts at the first sample and waits whenever the next
-one is missing.
+The real scheduler with an injected clock. N listeners ask at once, and again when they have been answered, as
+`omnistage bench serve` does; a step of the models is a code for each of them; a batch of windows takes as long as the
+cost line says. The player starts at the first sample and waits whenever the next one is missing.
 
     python benchmarks/codec_clock.py
     python benchmarks/codec_clock.py --tree ../before    # the scheduler of another checkout
@@ -10,6 +10,9 @@ one is missing.
 
 Language models and codec share the device: while a batch runs, codes come at `--share` of their pace. `--fast-step` is
 the talker's step once the text, `--text` tokens, is there.
+
+`--max-hold 0 --waves 1` holds nothing back: the first sound and what was waited after it, together, are the earliest
+start after which nobody waits, had the scheduler known what was coming.
 
 `--fixed`, `--block`, `--square` are seconds: of a batch, of each block in it, and of each block for each block of its
 window, where attention is over a whole window. Without options: Qwen2.5-Omni on one H200, as docs/performance.md has
@@ -42,6 +45,11 @@ class Listener:
     dry_at: float = 0.0
     waited: float = 0.0
     ended: float = 0.0
+    wave: int = 1
+
+    def again(self, now: float) -> Listener:
+        """The same client's next request."""
+        return Listener(f"{self.name}+", now, self.codes, self.text, wave=self.wave + 1)
 
     def hear(self, now: float, seconds: float) -> None:
         if self.first_sound is None:
@@ -89,20 +97,23 @@ def layout(mixed: bool) -> Any:
     return CodecLayout(**common, max_lookahead_blocks=1024, history_blocks=2)
 
 
-def simulate(listeners: list[Listener], device: Device, options: argparse.Namespace) -> None:
+def simulate(listeners: list[Listener], device: Device, options: argparse.Namespace, noise: random.Random) -> None:
+    """Clients whose answer has ended ask again, and are added to `listeners`, until each has had its waves."""
     from omnistage.engines.codec.scheduler import CodecScheduler
 
-    noise = random.Random(1)
     now = 0.0
     models, next_step = 0.0, 0.0
     """How much of the time the language models have had, and when their next step ends, by that."""
     clocked = hasattr(CodecScheduler, "release")
     scheduler: Any = CodecScheduler(layout(clocked), budget(options), clock=lambda: now)
+    if sizes := options.windows:
+        scheduler.chunk_blocks = lambda index: sizes[min(index, len(sizes) - 1)]
     if clocked and not options.cold:
         for blocks in (3, 40, 192):  # what it has learned before
             scheduler.costs.observe(blocks, device.fixed + device.block * blocks)
         if hasattr(scheduler, "pace"):
-            seconds = options.text * options.step + (CODES - options.text) * options.fast_step
+            steps = [step_seconds(len(listeners), slow, options) for slow in (True, False)]
+            seconds = options.text * steps[0] + (CODES - options.text) * steps[1]
             scheduler.pace.observe(CODES, seconds, beside_batch=False)
             scheduler.pace.observe(CODES, seconds / max(options.share, 0.01), beside_batch=True)
     waiting = sorted(listeners, key=lambda listener: -listener.asked)
@@ -129,7 +140,7 @@ def simulate(listeners: list[Listener], device: Device, options: argparse.Namesp
                 scheduler.extend(listener.name, [0], final=listener.fed == listener.codes)
             active[:] = [listener for listener in active if listener.fed < listener.codes]
             slow = any(listener.fed < listener.text for listener in active)
-            next_step += options.step if slow else options.fast_step
+            next_step += step_seconds(len(active), slow, options) * (1 + options.jitter * noise.random())
 
     def emit(name: str) -> None:
         if held.get(name):
@@ -165,7 +176,21 @@ def simulate(listeners: list[Listener], device: Device, options: argparse.Namesp
                 emit(name)
         for window in output.windows:
             if window.last:
-                by_name[window.request_id].ended = now
+                listener = by_name[window.request_id]
+                listener.ended = now
+                if listener.wave < options.waves:
+                    next_one = listener.again(now)
+                    listeners.append(next_one)
+                    waiting.insert(0, next_one)
+                    waiting.sort(key=lambda one: -one.asked)
+                    by_name[next_one.name] = next_one
+
+
+def step_seconds(active: int, slow: bool, options: argparse.Namespace) -> float:
+    """Of the models, for so many requests; slow while a text is generated."""
+    if slow:
+        return float(options.step + active * options.row)
+    return float(options.fast_step + active * options.fast_row)
 
 
 def main() -> None:
@@ -174,16 +199,21 @@ def main() -> None:
     parser.add_argument("--fixed", type=float, default=0.028)
     parser.add_argument("--block", type=float, default=0.0021)
     parser.add_argument("--square", type=float, default=0.0)
-    parser.add_argument("--step", type=float, default=0.0072, help="seconds of a talker's step, one code")
+    parser.add_argument("--step", type=float, default=0.0063, help="seconds of the models for a code")
+    parser.add_argument("--row", type=float, default=125e-6, help="and for each request in it")
     parser.add_argument("--text", type=int, default=128, help="codes for which the text's model runs, too")
-    parser.add_argument("--fast-step", type=float, default=0.0024, help="seconds of a code after those")
+    parser.add_argument("--fast-step", type=float, default=0.00175, help="seconds of a code after those")
+    parser.add_argument("--fast-row", type=float, default=56e-6, help="and for each request in it")
     parser.add_argument("--share", type=float, default=0.12, help="of the device that the models get beside a batch")
     parser.add_argument("--noise", type=float, default=0.0, help="batches take up to so much longer, by chance")
+    parser.add_argument("--jitter", type=float, default=0.0, help="steps take up to so much longer, by chance")
+    parser.add_argument("--waves", type=int, default=2, help="requests of each client, one after the other")
     parser.add_argument("--prefill", type=float, default=0.006, help="seconds of the models for each prompt")
     parser.add_argument("--spread", type=float, default=0.0, help="requests come at random within so many seconds")
     parser.add_argument("--lengths", action="store_true", help="utterances of random length instead of 7.68 s")
     parser.add_argument("--max-chunk", type=int, default=8)
-    parser.add_argument("--lookahead", type=int, default=2, help="blocks that a window sees ahead of what it emits")
+    parser.add_argument("--windows", type=int, nargs="+", help="blocks of the windows; default: the scheduler's own")
+    parser.add_argument("--lookahead", type=int, default=1, help="blocks that a window sees ahead of what it emits")
     parser.add_argument("--max-hold", type=float, default=3.0, help="seconds for which first sound may be held back")
     parser.add_argument("--max-batch", type=int, default=64)
     parser.add_argument("--seeds", type=int, default=1, help="runs with other random numbers")
@@ -192,7 +222,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.tree:
         sys.path.insert(0, options.tree)
-    print("listeners  first sound median/max  stutter  waited max  requests/s  blocks a request  batches")
+    print("listeners  first sound median/max  stutter      waited max  requests/s  blocks a request  batches")
     for count, seed in itertools.product(options.listeners, range(options.seeds)):
         generator = random.Random(seed)
         listeners = []
@@ -201,14 +231,16 @@ def main() -> None:
             codes = generator.randint(100, 2 * CODES - 100) if options.lengths else CODES
             listeners.append(Listener(str(i), asked, codes, options.text))
         device = Device(options.fixed, options.block, options.square)
-        simulate(listeners, device, options)
+        simulate(listeners, device, options, generator)
+        total = len(listeners)
         sounds = sorted(listener.first_sound or 0.0 for listener in listeners)
-        stutter = sum(listener.waited > 1e-6 for listener in listeners) / count
+        stutter = sum(listener.waited > 1e-6 for listener in listeners) / total
+        share = sum(listener.waited for listener in listeners) / sum(one.codes * CODE_SECONDS for one in listeners)
         longest = max(listener.ended for listener in listeners)
         print(
-            f"{count:>9}  {sounds[count // 2]:>10.3f} {sounds[-1]:>10.3f}   {100 * stutter:>5.0f}%"
-            f"  {max(listener.waited for listener in listeners):>9.3f}  {count / longest:>10.2f}"
-            f"  {device.blocks / count:>16.1f}  {device.batches:>7}"
+            f"{count:>9}  {sounds[total // 2]:>10.3f} {sounds[-1]:>10.3f}   {100 * stutter:>5.0f}% ({100 * share:.1f}%)"
+            f"  {max(listener.waited for listener in listeners):>9.3f}  {total / longest:>10.2f}"
+            f"  {device.blocks / total:>16.1f}  {device.batches:>7}"
         )
 
 

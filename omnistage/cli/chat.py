@@ -24,7 +24,7 @@ def chat(
     ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
     voice: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Who speaks; default: the model's first voice.")
+        str | None, typer.Option(metavar="NAME", help="The voice; default: the model's first one.")
     ] = None,
 ) -> None:
     """Chat with a model in the terminal.

@@ -62,7 +62,7 @@ class OutputOptions:
     """What the request generates, and where it goes."""
 
     modalities: str | None = option(None, "What to generate, like text,audio; default: text.")
-    voice: str | None = option(None, "Who speaks; default: the model's first voice.")
+    voice: str | None = option(None, "The voice; default: the model's first one.")
     folder: Path | None = option(
         None, "Write answer.txt, answer.wav, pictures and videos here; pictures: ./out.", "--out", metavar="DIR"
     )

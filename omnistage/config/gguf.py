@@ -9,16 +9,15 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import logging
-import os
 import re
 import shutil
 import struct
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omnistage.core.errors import CheckpointError, MissingDependencyError, UnsupportedModelError
+from omnistage.core.user_cache import HOME_VARIABLE, weights_home
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,7 +27,6 @@ logger = logging.getLogger(__name__)
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
-_HOME_VARIABLE = "OMNISTAGE_HOME"
 _SERVED_DTYPE = "bfloat16"
 """Of the new checkpoint on a GPU. Its numbers are float32, so that nothing is rounded twice."""
 _READ_ERRORS = (
@@ -63,7 +61,7 @@ def converted(path: Path) -> Path:
     _check(path)
     state = path.stat()
     key = hashlib.sha256(f"{path}\0{state.st_size}\0{state.st_mtime_ns}".encode()).hexdigest()[:16]
-    target = _home() / "gguf" / f"{path.stem}-{key}"
+    target = weights_home() / "gguf" / f"{path.stem}-{key}"
     if not (target / "config.json").is_file():
         _convert(path, target)
     return target
@@ -87,16 +85,6 @@ def _check(path: Path) -> None:
         raise MissingDependencyError("GGUF files need the package gguf: pip install 'omnistage[gguf]'")
 
 
-def _home() -> Path:
-    path = os.environ.get(_HOME_VARIABLE)
-    if path:
-        return Path(path).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "omnistage"
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "omnistage"
-
-
 def _convert(path: Path, target: Path) -> None:
     """The folder appears complete or not at all; of two processes the first one wins."""
     from omnistage.hf import transformers
@@ -105,9 +93,9 @@ def _convert(path: Path, target: Path) -> None:
     options: Any = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     scratch: Path | None = None
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".partial-", dir=target.parent))
-        _full_model(options).save_pretrained(scratch)
+        scratch = _scratch(target)
+        _check_positions(path)
+        _full_model(options, path).save_pretrained(scratch)
         transformers.AutoTokenizer.from_pretrained(**options, trust_remote_code=False).save_pretrained(scratch)
         if not (target / "config.json").is_file():
             scratch.rename(target)
@@ -121,12 +109,48 @@ def _convert(path: Path, target: Path) -> None:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _full_model(options: Any) -> PreTrainedModel:
+def _scratch(target: Path) -> Path:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=".partial-", dir=target.parent))
+    except OSError as error:
+        raise CheckpointError(
+            f"{target.parent} cannot be written ({error.strerror or error}), where GGUF files are kept in full "
+            f"precision; set {HOME_VARIABLE} to a folder that can",
+            param="model",
+        ) from error
+
+
+def _check_positions(path: Path) -> None:
+    """Refuse files whose positions are scaled: `transformers` reads these numbers of gpt-oss only."""
+    import gguf
+
+    reader = gguf.GGUFReader(str(path))
+    names = [tensor.name for tensor in reader.tensors if tensor.name.startswith(("rope_freqs", "rope_factors"))]
+    for key, field in reader.fields.items():
+        if ".rope.scaling." in key and not key.startswith("gpt-oss.") and field.contents() != "none":
+            names.append(key)
+    if names:
+        raise UnsupportedModelError(
+            f"{path.name} scales its positions ({', '.join(names[:3])}), which transformers does not read from GGUF "
+            "files: its answers would be wrong; take the model's safetensors"
+        )
+
+
+def _full_model(options: Any, path: Path) -> PreTrainedModel:
     import torch
 
     from omnistage.hf import transformers
 
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(**options, dtype=torch.float32, trust_remote_code=False)
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+        **options, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
+    )
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise CheckpointError(
+            f"{path.name} lacks {len(missing)} weights of {type(loaded).__name__}, first {missing[0]}; fetch it again",
+            param="model",
+        )
     # A model that was loaded from quantised weights refuses to be saved: its tensors go to another one.
     config = loaded.config
     if hasattr(config, "quantization_config"):

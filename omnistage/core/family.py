@@ -172,6 +172,17 @@ class SpeechReader(Protocol):
 
 
 @runtime_checkable
+class VoiceCloner(Protocol):
+    """An input processor of a model that can speak a text with the voice of a clip."""
+
+    def read_aloud_as(self, text: str, clip: Mapping[str, object], clip_text: str | None) -> list[dict[str, object]]:
+        """The conversation that has this text spoken as in a clip, a part of a message, and what is said in that.
+
+        Raises for the field `ref_text` where the model needs the clip's text and there is none.
+        """
+
+
+@runtime_checkable
 class Transcriber(Protocol):
     """An input processor of a model that can write down what is said without a thought about it. Thread-safe."""
 

@@ -1,9 +1,24 @@
-"""The user's cache, for what is found anew where it is missing."""
+"""The user's cache: weights that were fetched or converted, and what is made anew where it is missing."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+
+HOME_VARIABLE = "OMNISTAGE_HOME"
+"""Environment variable: the folder for weights; default: the user's cache."""
+
+
+def weights_home() -> Path:
+    """The folder of all weights that this package fetches or writes."""
+    path = os.environ.get(HOME_VARIABLE)
+    if path:
+        return Path(path).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "omnistage"
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "omnistage"
 
 
 def cache_folder(name: str) -> Path | None:

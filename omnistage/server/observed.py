@@ -30,7 +30,15 @@ class ObservedStream(OutputStream):
     async def take(self) -> list[OutputChunk]:
         items = await self._inner.take()
         for chunk in items:
-            self._observe(chunk)
+            if chunk.text and chunk.final is None:
+                self._record.usage.completion_tokens += len(chunk.token_ids)  # most of the time
+            else:
+                self._record.count(chunk)
+            if chunk.modality not in self._timed and (chunk.token_ids or chunk.audio is not None):
+                self._note_first(chunk)
+            if chunk.final is not None:
+                self._finish(chunk.final)
+            self._started = True
         return items
 
     @property
@@ -40,19 +48,11 @@ class ObservedStream(OutputStream):
     def close(self) -> None:
         self._inner.close()
 
-    def _observe(self, chunk: OutputChunk) -> None:
-        if chunk.text and chunk.final is None:
-            self._record.usage.completion_tokens += len(chunk.token_ids)  # most of the time
-        else:
-            self._record.count(chunk)
-        if chunk.modality not in self._timed and (chunk.token_ids or chunk.audio is not None):
-            self._timed.add(chunk.modality)
-            metrics = self._service.metrics
-            histogram = metrics.first_token if chunk.token_ids else metrics.first_audio
-            histogram(self._model).observe(time.monotonic() - self._record.started)
-        if chunk.final is not None:
-            self._finish(chunk.final)
-        self._started = True
+    def _note_first(self, chunk: OutputChunk) -> None:
+        self._timed.add(chunk.modality)
+        metrics = self._service.metrics
+        histogram = metrics.first_token if chunk.token_ids else metrics.first_audio
+        histogram(self._model).observe(time.monotonic() - self._record.started)
 
     def _finish(self, final: OmniRequestOutput) -> None:
         self._service.metrics.observe_output(self._model, final, time.monotonic() - self._record.started)

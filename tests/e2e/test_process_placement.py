@@ -36,10 +36,20 @@ def placed(checkpoint: Path) -> Iterator[Omni]:
         omni.orchestrator.check_idle()
 
 
+def logprobs_of(output: OmniRequestOutput) -> list[float]:
+    return [
+        token.logprob
+        for each in output.outputs
+        for position in each.logprobs or ()
+        for token in (position.chosen, *position.top)
+    ]
+
+
 def assert_same(ours: OmniRequestOutput, theirs: OmniRequestOutput) -> None:
     assert [each.token_ids for each in ours.outputs] == [each.token_ids for each in theirs.outputs]
     assert [each.text for each in ours.outputs] == [each.text for each in theirs.outputs]
-    assert [each.logprobs for each in ours.outputs] == [each.logprobs for each in theirs.outputs]
+    # Which of the answers share a step depends on the clock, and the last bits of a product on what shares its batch.
+    np.testing.assert_allclose(logprobs_of(ours), logprobs_of(theirs), rtol=0, atol=1e-5)
     assert ours.finish_reason is theirs.finish_reason
     assert (ours.audio is None) == (theirs.audio is None)
     if ours.audio is not None and theirs.audio is not None:

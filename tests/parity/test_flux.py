@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,14 +12,10 @@ import torch
 
 from omnistage.cli.model_runner import OmniRunner
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, OmniError, UnsupportedModelError
-from omnistage.core.params import DiffusionParams
-from omnistage.core.types import DiffusionInput
-from omnistage.engines.diffusion.component import Denoiser, Lane, LatentDecoder, PromptEncoder, Row
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import Case, DiffusionResult, drive, load_components, rows_of
+from omnistage.models._diffusers.verify import Case, drive, load_components
 from omnistage.models.flux import verify
-
-Components = tuple[PromptEncoder, Denoiser, LatentDecoder]
+from tests.diffusion_harness import Model, case, check_decoding, check_differ, check_groups
 
 PHOTO, TALL_PHOTO = picture(96, 48, 3), picture(40, 90, 4)
 SMALL = {"width": 64, "height": 64, "max_sequence_length": 24}
@@ -29,37 +24,24 @@ TALL = {"width": 48, "height": 96, "max_sequence_length": 24}
 AWAY = {"negative_prompt": "people and cars", "true_cfg": 3.0}
 
 
-class Model:
-    """A checkpoint, ours and theirs."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.parts: Components = load_components(OmniRunner(folder))
-        self.reference = verify.Reference(folder)
-
-    def same(self, asked: Case) -> None:
-        rows = rows_of(asked, drive(*self.parts, asked), self.reference(asked))
-        assert all(row.ok for row in rows), rows
-
-
 @pytest.fixture(scope="module")
 def dev(checkpoint_of: Callable[..., Path]) -> Model:
-    return Model(checkpoint_of("flux", "dev"))
+    return Model(checkpoint_of("flux", "dev"), verify.Reference)
 
 
 @pytest.fixture(scope="module")
 def schnell(checkpoint_of: Callable[..., Path]) -> Model:
-    return Model(checkpoint_of("flux", "schnell"))
+    return Model(checkpoint_of("flux", "schnell"), verify.Reference)
 
 
 @pytest.fixture(scope="module")
 def kontext(checkpoint_of: Callable[..., Path]) -> Model:
-    return Model(checkpoint_of("flux", "kontext"))
+    return Model(checkpoint_of("flux", "kontext"), verify.Reference)
 
 
 @pytest.fixture(scope="module")
 def fill(checkpoint_of: Callable[..., Path]) -> Model:
-    return Model(checkpoint_of("flux", "fill"))
+    return Model(checkpoint_of("flux", "fill"), verify.Reference)
 
 
 @pytest.fixture
@@ -68,10 +50,6 @@ def small_references(monkeypatch: pytest.MonkeyPatch) -> None:
     from diffusers.pipelines.flux import pipeline_flux_kontext
 
     monkeypatch.setattr(pipeline_flux_kontext, "PREFERRED_KONTEXT_RESOLUTIONS", [(64, 64), (96, 56), (48, 96)])
-
-
-def case(prompt: str = "a red cat", *, images: tuple[np.ndarray, ...] = (), mask: Any = None, **options: Any) -> Case:
-    return Case("case", DiffusionInput(prompt, images, mask), DiffusionParams.parse({"seed": 5, **options}))
 
 
 TEXT = [
@@ -129,7 +107,7 @@ def test_fill_as_diffusers_draws(asked: Case, fill: Model) -> None:
 
 
 def test_fill_steps_and_guidance_are_its_own(fill: Model) -> None:
-    lane = _opened(fill, case("a bird", images=(PHOTO,), mask=MASK, width=32, height=32))
+    lane = fill.opened(case("a bird", images=(PHOTO,), mask=MASK, width=32, height=32))
     assert (lane.steps, float(lane.context["guidance"])) == (50, 30.0)
 
 
@@ -138,13 +116,11 @@ def test_fills_do_not_mix(fill: Model) -> None:
     other = np.zeros((48, 96), np.uint8)
     other[:, :40] = 255
     lanes = [
-        _opened(fill, FILLS[0], 1),
-        _opened(
-            fill, case("a hill", images=(picture(96, 48, 8),), mask=other, **WIDE, steps=6, strength=0.5, seed=9), 2
-        ),
-        _opened(fill, FILLS[1], 1),
+        fill.opened(FILLS[0], 1),
+        fill.opened(case("a hill", images=(picture(96, 48, 8),), mask=other, **WIDE, steps=6, strength=0.5, seed=9), 2),
+        fill.opened(FILLS[1], 1),
     ]
-    _check_groups(fill.parts[1], lanes, [1, 2])
+    check_groups(fill.parts[1], lanes, [1, 2])
 
 
 @pytest.mark.parametrize(
@@ -178,7 +154,7 @@ def test_defaults_are_those_of_diffusers(dev: Model) -> None:
 
 def test_schnell_takes_few_steps_and_a_shorter_text(schnell: Model) -> None:
     with torch.inference_mode():
-        lane = _opened(schnell, case(width=32, height=32))
+        lane = schnell.opened(case(width=32, height=32))
     assert lane.steps == 4
     assert len(lane.condition.positive["embeds"]) == 256
 
@@ -196,64 +172,35 @@ def test_every_parameter_counts(dev: Model) -> None:
         "strength": case(images=(PHOTO,), **SMALL, steps=3, strength=0.3),
     }
     drawn = {name: drive(*dev.parts, asked) for name, asked in others.items()}
-    assert drawn["base"].pixels.std() > 10
-    for name, one in drawn.items():
-        for other, two in drawn.items():
-            assert name == other or _far(one, two) > 1, (name, other, _far(one, two))
-
-
-def _far(one: DiffusionResult, two: DiffusionResult) -> float:
-    return float(np.abs(one.pixels.astype(int) - two.pixels.astype(int)).mean())
+    check_differ(drawn, 1)
 
 
 # ----------------------------------------------------------------------------------------------- batching
 
 
-def _opened(model: Model, asked: Case, steps: int = 0) -> Lane:
-    """A lane some steps on its way."""
-    encoder, denoiser, _ = model.parts
-    encoded = [encoder.encode([job])[0] for job in encoder.jobs(asked.payload, asked.params)]
-    condition = encoder.condition(asked.payload, asked.params, encoded)
-    lane = denoiser.open(condition, asked.params, torch.Generator().manual_seed(asked.params.seed or 0))
-    for _ in range(steps):
-        denoiser.advance(lane, [denoiser.forward([row])[0] for row in denoiser.rows(lane)])
-    return lane
-
-
-def _check_groups(denoiser: Denoiser, lanes: list[Lane], sizes: list[int]) -> None:
-    """Rows fall into groups of these sizes, and each is what it is alone."""
-    groups: dict[Hashable, list[Row]] = {}
-    for row in (row for lane in lanes for row in denoiser.rows(lane)):
-        groups.setdefault(denoiser.group(row), []).append(row)
-    assert sorted(len(group) for group in groups.values()) == sizes
-    for group in groups.values():
-        for row, together in zip(group, denoiser.forward(group), strict=True):
-            assert float((together - denoiser.forward([row])[0]).abs().max()) < 2e-5
-
-
 @torch.inference_mode()
 def test_rows_do_not_feel_their_neighbours(dev: Model) -> None:
     lanes = [
-        _opened(dev, case(**WIDE, steps=6, **AWAY), 2),
-        _opened(dev, case("a boat", **WIDE, steps=3, guidance=9.0, seed=9), 1),
-        _opened(dev, CHANGES[0], 1),
-        _opened(dev, case("a wall", **TALL, steps=4, seed=3), 1),  # as many patches, but elsewhere
+        dev.opened(case(**WIDE, steps=6, **AWAY), 2),
+        dev.opened(case("a boat", **WIDE, steps=3, guidance=9.0, seed=9), 1),
+        dev.opened(CHANGES[0], 1),
+        dev.opened(case("a wall", **TALL, steps=4, seed=3), 1),  # as many patches, but elsewhere
     ]
     assert lanes[0].latents.shape == lanes[3].latents.shape
-    _check_groups(dev.parts[1], lanes, [1, 4])
+    check_groups(dev.parts[1], lanes, [1, 4])
 
 
 @pytest.mark.usefixtures("small_references")
 @torch.inference_mode()
 def test_references_do_not_mix(kontext: Model) -> None:
     lanes = [
-        _opened(kontext, case(images=(PHOTO,), **WIDE, steps=3, **AWAY), 1),
-        _opened(kontext, case("a hill", images=(picture(96, 50, 8),), **WIDE, steps=2)),
-        _opened(kontext, case(images=(TALL_PHOTO,), **WIDE, steps=3)),
-        _opened(kontext, case(**WIDE, steps=3)),
+        kontext.opened(case(images=(PHOTO,), **WIDE, steps=3, **AWAY), 1),
+        kontext.opened(case("a hill", images=(picture(96, 50, 8),), **WIDE, steps=2)),
+        kontext.opened(case(images=(TALL_PHOTO,), **WIDE, steps=3)),
+        kontext.opened(case(**WIDE, steps=3)),
     ]
     assert lanes[0].tokens == 18 + 18
-    _check_groups(kontext.parts[1], lanes, [1, 1, 3])
+    check_groups(kontext.parts[1], lanes, [1, 1, 3])
 
 
 @torch.inference_mode()
@@ -266,15 +213,8 @@ def test_texts_encoded_together_are_those_encoded_alone(dev: Model) -> None:
         assert all(float((together[name] - alone[name]).abs().max()) < 2e-5 for name in alone)
 
 
-@torch.inference_mode()
 def test_pictures_decoded_together_are_those_decoded_alone(dev: Model) -> None:
-    decoder = dev.parts[2]
-    latents = [torch.randn(16, 6, 10, generator=torch.Generator().manual_seed(i)) for i in range(3)]
-    size = {"width": 80, "height": 48, "num_frames": 1}
-    for one, together in zip(latents, decoder.decode(latents, **size), strict=True):
-        alone = decoder.decode([one], **size)[0]
-        assert together.shape == (48, 80, 3)
-        assert np.abs(together.astype(int) - alone.astype(int)).max() <= 1
+    check_decoding(dev.parts[2], 16, 6, 10)
 
 
 # ----------------------------------------------------------------------------------------------- checkpoints

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from omnistage.cli.model_runner import OmniRunner
 from omnistage.core.errors import InvalidRequestError, OmniError
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
-from omnistage.engines.diffusion.component import Denoiser, Lane, LatentDecoder, PromptEncoder, Row
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import Case, DiffusionResult, drive, load_components, rows_of
+from omnistage.models._diffusers.verify import Case, drive
 from omnistage.models.flux2 import verify
-
-Components = tuple[PromptEncoder, Denoiser, LatentDecoder]
+from tests.diffusion_harness import Model, case, check_decoding, check_differ, check_groups, distance
 
 PHOTO, TALL_PHOTO = picture(100, 64, 3), picture(64, 110, 4)
 SMALL = {"width": 64, "height": 64, "max_sequence_length": 32}
@@ -27,36 +23,19 @@ WIDE = {"width": 96, "height": 48, "max_sequence_length": 32}
 TALL = {"width": 48, "height": 96, "max_sequence_length": 32}
 
 
-class Model:
-    """A checkpoint, ours and theirs."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.parts: Components = load_components(OmniRunner(folder))
-        self.reference = verify.Reference(folder)
-
-    def same(self, asked: Case) -> None:
-        rows = rows_of(asked, drive(*self.parts, asked), self.reference(asked))
-        assert all(row.ok for row in rows), rows
-
-
 @pytest.fixture(scope="module")
 def base(checkpoint_of: Callable[..., Path]) -> Model:
-    return Model(checkpoint_of("flux2", "base"))
+    return Model(checkpoint_of("flux2", "base"), verify.Reference)
 
 
 @pytest.fixture(scope="module")
 def distilled(checkpoint_of: Callable[..., Path]) -> Model:
-    return Model(checkpoint_of("flux2", "distilled"))
+    return Model(checkpoint_of("flux2", "distilled"), verify.Reference)
 
 
 @pytest.fixture(scope="module")
 def dev(checkpoint_of: Callable[..., Path]) -> Model:
-    return Model(checkpoint_of("flux2", "dev"))
-
-
-def case(prompt: str = "a red cat", *, images: tuple[np.ndarray, ...] = (), mask: Any = None, **options: Any) -> Case:
-    return Case("case", DiffusionInput(prompt, images, mask), DiffusionParams.parse({"seed": 5, **options}))
+    return Model(checkpoint_of("flux2", "dev"), verify.Reference)
 
 
 TEXT = [
@@ -91,15 +70,15 @@ def test_dev_as_diffusers_draws(asked: Case, dev: Model) -> None:
 
 def test_dev_is_told_its_guidance(dev: Model) -> None:
     with torch.inference_mode():
-        lane = _opened(dev, case(width=32, height=32))
+        lane = dev.opened(case(width=32, height=32))
         assert (lane.steps, float(lane.context["guidance"])) == (50, 4.0)
-        lanes = [lane, _opened(dev, case("a boat", width=32, height=32, steps=3, guidance=0.0), 1)]
+        lanes = [lane, dev.opened(case("a boat", width=32, height=32, steps=3, guidance=0.0), 1)]
         rows = [row for each in lanes for row in dev.parts[1].rows(each)]
         assert len(rows) == len({dev.parts[1].group(row) for row in rows}) + 1 == 2
         for row, together in zip(rows, dev.parts[1].forward(rows), strict=True):
             assert float((together - dev.parts[1].forward([row])[0]).abs().max()) < 2e-5
     drawn = [drive(*dev.parts, case(**SMALL, steps=3, guidance=guidance)) for guidance in (1.0, 20.0)]
-    assert _far(*drawn) > 0.5
+    assert distance(*drawn) > 0.5
     assert dev.parts[0].pipe.text_encoder.vision_tower is None  # type: ignore[attr-defined]  # it sees no pictures here
     with pytest.raises(InvalidRequestError) as raised:
         dev.parts[0].check(DiffusionInput("a cat"), DiffusionParams(negative_prompt="fog"))
@@ -116,7 +95,7 @@ def test_large_references_are_scaled_down(base: Model) -> None:
 def test_defaults_depend_on_the_checkpoint(base: Model, distilled: Model) -> None:
     asked = case(width=32, height=32)
     with torch.inference_mode():
-        slow, quick = _opened(base, asked), _opened(distilled, asked)
+        slow, quick = base.opened(asked), distilled.opened(asked)
     assert (slow.steps, quick.steps) == (50, 4)
     assert slow.condition.negative is not None
     assert quick.condition.negative is None
@@ -136,50 +115,25 @@ def test_every_parameter_counts(base: Model) -> None:
         "pictures": case(images=(PHOTO, TALL_PHOTO), **SMALL, steps=3),
     }
     drawn = {name: drive(*base.parts, asked) for name, asked in others.items()}
-    assert drawn["base"].pixels.std() > 10
-    for name, one in drawn.items():
-        for other, two in drawn.items():
-            assert name == other or _far(one, two) > 1, (name, other, _far(one, two))
-
-
-def _far(one: DiffusionResult, two: DiffusionResult) -> float:
-    return float(np.abs(one.pixels.astype(int) - two.pixels.astype(int)).mean())
+    check_differ(drawn, 1)
 
 
 # ----------------------------------------------------------------------------------------------- batching
 
 
-def _opened(model: Model, asked: Case, steps: int = 0) -> Lane:
-    """A lane some steps on its way."""
-    encoder, denoiser, _ = model.parts
-    encoded = [encoder.encode([job])[0] for job in encoder.jobs(asked.payload, asked.params)]
-    condition = encoder.condition(asked.payload, asked.params, encoded)
-    lane = denoiser.open(condition, asked.params, torch.Generator().manual_seed(asked.params.seed or 0))
-    for _ in range(steps):
-        denoiser.advance(lane, [denoiser.forward([row])[0] for row in denoiser.rows(lane)])
-    return lane
-
-
 @torch.inference_mode()
 def test_rows_do_not_feel_their_neighbours(base: Model) -> None:
-    denoiser = base.parts[1]
     lanes = [
-        _opened(base, case(**WIDE, steps=6), 2),
-        _opened(base, case("a boat", **WIDE, steps=3, guidance=1.0, seed=9), 1),
-        _opened(base, case("a wall", **TALL, steps=4, seed=3, guidance=1.0), 1),  # as many patches, but elsewhere
-        _opened(base, case("a hill", images=(PHOTO,), **WIDE, steps=3), 1),
-        _opened(base, case("a hill", images=(picture(98, 66, 7),), **WIDE, steps=2, guidance=1.0)),
-        _opened(base, case("a hill", images=(TALL_PHOTO,), **WIDE, steps=2, guidance=1.0)),
+        base.opened(case(**WIDE, steps=6), 2),
+        base.opened(case("a boat", **WIDE, steps=3, guidance=1.0, seed=9), 1),
+        base.opened(case("a wall", **TALL, steps=4, seed=3, guidance=1.0), 1),  # as many patches, but elsewhere
+        base.opened(case("a hill", images=(PHOTO,), **WIDE, steps=3), 1),
+        base.opened(case("a hill", images=(picture(98, 66, 7),), **WIDE, steps=2, guidance=1.0)),
+        base.opened(case("a hill", images=(TALL_PHOTO,), **WIDE, steps=2, guidance=1.0)),
     ]
     assert lanes[0].latents.shape == lanes[2].latents.shape
     assert lanes[3].tokens == 18 + 24
-    groups: dict[Hashable, list[Row]] = {}
-    for row in (row for lane in lanes for row in denoiser.rows(lane)):
-        groups.setdefault(denoiser.group(row), []).append(row)
-    assert sorted(len(group) for group in groups.values()) == [1, 1, 3, 3]
-    for group in groups.values():
-        for row, together in zip(group, denoiser.forward(group), strict=True):
-            assert float((together - denoiser.forward([row])[0]).abs().max()) < 2e-5
+    check_groups(base.parts[1], lanes, [1, 1, 3, 3])
 
 
 @torch.inference_mode()
@@ -193,15 +147,8 @@ def test_texts_encoded_together_are_those_encoded_alone(base: Model) -> None:
         assert torch.allclose(together["embeds"], alone["embeds"], rtol=2e-5, atol=2e-4)
 
 
-@torch.inference_mode()
 def test_pictures_decoded_together_are_those_decoded_alone(base: Model) -> None:
-    decoder = base.parts[2]
-    latents = [torch.randn(128, 3, 5, generator=torch.Generator().manual_seed(i)) for i in range(3)]
-    size = {"width": 80, "height": 48, "num_frames": 1}
-    for one, together in zip(latents, decoder.decode(latents, **size), strict=True):
-        alone = decoder.decode([one], **size)[0]
-        assert together.shape == (48, 80, 3)
-        assert np.abs(together.astype(int) - alone.astype(int)).max() <= 1
+    check_decoding(base.parts[2], 128, 3, 5)
 
 
 # ----------------------------------------------------------------------------------------------- checkpoints

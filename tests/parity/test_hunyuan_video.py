@@ -4,61 +4,28 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from omnistage.cli.model_runner import OmniRunner
 from omnistage.core.errors import OmniError, UnsupportedModelError
-from omnistage.core.params import DiffusionParams
-from omnistage.core.types import DiffusionInput
-from omnistage.engines.diffusion.component import Denoiser, Lane, LatentDecoder, PromptEncoder, Row
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import Case, DiffusionResult, drive, load_components, rows_of
+from omnistage.models._diffusers.verify import Case, drive, load_components
 from omnistage.models.hunyuan_video import verify
-
-Components = tuple[PromptEncoder, Denoiser, LatentDecoder]
+from tests.diffusion_harness import Model, case, check_differ, check_groups
 
 SMALL = {"width": 64, "height": 64, "num_frames": 5}
 WIDE = {"width": 96, "height": 64, "num_frames": 9}
 AWAY = {"negative_prompt": "people and cars", "true_cfg": 3.0}
 
 
-class Model:
-    """A checkpoint, ours and theirs."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.parts: Components = load_components(OmniRunner(folder))
-        self.reference = verify.Reference(folder)
-
-    def same(self, asked: Case) -> None:
-        rows = rows_of(asked, drive(*self.parts, asked), self.reference(asked))
-        assert all(row.ok for row in rows), rows
-
-    @torch.inference_mode()
-    def opened(self, asked: Case, steps: int = 0) -> Lane:
-        """A lane some steps on its way."""
-        encoder, denoiser, _ = self.parts
-        encoded = [encoder.encode([job])[0] for job in encoder.jobs(asked.payload, asked.params)]
-        condition = encoder.condition(asked.payload, asked.params, encoded)
-        lane = denoiser.open(condition, asked.params, torch.Generator().manual_seed(asked.params.seed or 0))
-        for _ in range(steps):
-            denoiser.advance(lane, [denoiser.forward([row])[0] for row in denoiser.rows(lane)])
-        return lane
-
-
 @pytest.fixture(scope="module")
 def model(checkpoint_of: Callable[..., Path]) -> Model:
-    return Model(checkpoint_of("hunyuan_video"))
-
-
-def case(prompt: str = "a red cat", *, images: tuple[np.ndarray, ...] = (), **options: Any) -> Case:
-    return Case("case", DiffusionInput(prompt, images), DiffusionParams.parse({"seed": 5, **options}))
+    return Model(checkpoint_of("hunyuan_video"), verify.Reference)
 
 
 @pytest.mark.parametrize(
@@ -92,14 +59,7 @@ def test_every_parameter_counts(model: Model) -> None:
     }
     drawn = {name: drive(*model.parts, case(**{**SMALL, "steps": 3, **options})) for name, options in others.items()}
     assert drawn["base"].pixels.shape == (5, 64, 64, 3)
-    assert drawn["base"].pixels.std() > 10
-    for name, one in drawn.items():
-        for other, two in drawn.items():
-            assert name == other or _far(one, two) > 0.2, (name, other, _far(one, two))
-
-
-def _far(one: DiffusionResult, two: DiffusionResult) -> float:
-    return float(np.abs(one.pixels.astype(int) - two.pixels.astype(int)).mean())
+    check_differ(drawn, 0.2)
 
 
 @torch.inference_mode()
@@ -110,14 +70,7 @@ def test_rows_do_not_feel_their_neighbours(model: Model) -> None:
         model.opened(case("a boat " * 20, **SMALL, steps=3, guidance=1.0, seed=9), 1),
         model.opened(case(**WIDE, steps=3), 1),
     ]
-    denoiser = model.parts[1]
-    groups: dict[Hashable, list[Row]] = {}
-    for row in (row for lane in lanes for row in denoiser.rows(lane)):
-        groups.setdefault(denoiser.group(row), []).append(row)
-    assert sorted(len(group) for group in groups.values()) == [1, 3]
-    for group in groups.values():
-        for row, together in zip(group, denoiser.forward(group), strict=True):
-            assert float((together - denoiser.forward([row])[0]).abs().max()) < 2e-5
+    check_groups(model.parts[1], lanes, [1, 3])
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,51 +14,19 @@ import torch
 
 from omnistage.cli.model_runner import OmniRunner
 from omnistage.core.errors import OmniError, UnsupportedModelError
-from omnistage.core.params import DiffusionParams
-from omnistage.core.types import DiffusionInput
-from omnistage.engines.diffusion.component import Denoiser, Lane, LatentDecoder, PromptEncoder, Row
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import Case, DiffusionResult, drive, load_components, rows_of
+from omnistage.models._diffusers.verify import Case, drive, load_components
 from omnistage.models.ltx import verify
-
-Components = tuple[PromptEncoder, Denoiser, LatentDecoder]
+from tests.diffusion_harness import Model, case, check_differ, check_groups
 
 PHOTO = picture(80, 60, 3)
 SMALL = {"width": 64, "height": 64, "num_frames": 9, "max_sequence_length": 32}
 WIDE = {"width": 96, "height": 64, "num_frames": 17, "max_sequence_length": 32}
 
 
-class Model:
-    """A checkpoint, ours and theirs."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.parts: Components = load_components(OmniRunner(folder))
-        self.reference = verify.Reference(folder)
-
-    def same(self, asked: Case) -> None:
-        rows = rows_of(asked, drive(*self.parts, asked), self.reference(asked))
-        assert all(row.ok for row in rows), rows
-
-    @torch.inference_mode()
-    def opened(self, asked: Case, steps: int = 0) -> Lane:
-        """A lane some steps on its way."""
-        encoder, denoiser, _ = self.parts
-        encoded = [encoder.encode([job])[0] for job in encoder.jobs(asked.payload, asked.params)]
-        condition = encoder.condition(asked.payload, asked.params, encoded)
-        lane = denoiser.open(condition, asked.params, torch.Generator().manual_seed(asked.params.seed or 0))
-        for _ in range(steps):
-            denoiser.advance(lane, [denoiser.forward([row])[0] for row in denoiser.rows(lane)])
-        return lane
-
-
 @pytest.fixture(scope="module")
 def model(checkpoint_of: Callable[..., Path]) -> Model:
-    return Model(checkpoint_of("ltx", "v0_9"))
-
-
-def case(prompt: str = "a red cat", *, images: tuple[np.ndarray, ...] = (), mask: Any = None, **options: Any) -> Case:
-    return Case("case", DiffusionInput(prompt, images, mask), DiffusionParams.parse({"seed": 5, **options}))
+    return Model(checkpoint_of("ltx", "v0_9"), verify.Reference)
 
 
 CASES = [
@@ -77,7 +45,7 @@ def test_as_diffusers_draws(asked: Case, model: Model) -> None:
 
 
 def test_a_vae_that_is_told_the_time_decodes_as_diffusers(checkpoint_of: Callable[..., Path]) -> None:
-    Model(checkpoint_of("ltx", "v0_9_1")).same(CASES[0])
+    Model(checkpoint_of("ltx", "v0_9_1"), verify.Reference).same(CASES[0])
 
 
 def test_the_picture_is_the_first_frame_at_every_step(model: Model) -> None:
@@ -109,14 +77,7 @@ def test_every_parameter_counts(model: Model) -> None:
     }
     drawn = {name: drive(*model.parts, case(**{**SMALL, "steps": 3, **options})) for name, options in others.items()}
     assert drawn["base"].pixels.shape == (9, 64, 64, 3)
-    assert drawn["base"].pixels.std() > 10
-    for name, one in drawn.items():
-        for other, two in drawn.items():
-            assert name == other or _far(one, two) > 0.2, (name, other, _far(one, two))
-
-
-def _far(one: DiffusionResult, two: DiffusionResult) -> float:
-    return float(np.abs(one.pixels.astype(int) - two.pixels.astype(int)).mean())
+    check_differ(drawn, 0.2)
 
 
 @torch.inference_mode()
@@ -128,14 +89,7 @@ def test_rows_do_not_feel_their_neighbours(model: Model) -> None:
         model.opened(CASES[4], 1),
         model.opened(case("a hill", images=(picture(64, 64, 8),), **SMALL, steps=5, guidance=2.0), 2),
     ]
-    denoiser = model.parts[1]
-    groups: dict[Hashable, list[Row]] = {}
-    for row in (row for lane in lanes for row in denoiser.rows(lane)):
-        groups.setdefault(denoiser.group(row), []).append(row)
-    assert sorted(len(group) for group in groups.values()) == [1, 3, 4]
-    for group in groups.values():
-        for row, together in zip(group, denoiser.forward(group), strict=True):
-            assert float((together - denoiser.forward([row])[0]).abs().max()) < 2e-5
+    check_groups(model.parts[1], lanes, [1, 3, 4])
 
 
 @pytest.mark.parametrize(

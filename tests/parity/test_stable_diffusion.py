@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +17,17 @@ from omnistage.cli.model_runner import OmniRunner
 from omnistage.core.errors import CheckpointError, InvalidRequestError, OmniError, UnsupportedModelError
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
-from omnistage.engines.diffusion.component import Denoiser, Lane, LatentDecoder, PromptEncoder, Row
 from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._diffusers.tiny import picture
 from omnistage.models._diffusers.verify import (
     Case,
-    DiffusionResult,
     drive,
     load_components,
     pixel_difference,
-    rows_of,
     to_uint8,
 )
 from omnistage.models.stable_diffusion import verify
-
-Components = tuple[PromptEncoder, Denoiser, LatentDecoder]
+from tests.diffusion_harness import Model, case, check_differ, check_groups
 
 PHOTO, EDGES = picture(96, 48, 3), picture(64, 64, 8)
 MASK = np.zeros((48, 96), np.uint8)
@@ -41,49 +37,16 @@ AWAY = {"guidance": 4.5, "negative_prompt": "people and cars"}
 STOCHASTIC = "EulerAncestralDiscreteScheduler"
 
 
-class Model:
-    """A checkpoint, ours and theirs."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.parts: Components = load_components(OmniRunner(folder))
-        self.reference = verify.Reference(folder)
-
-    def check(self, asked: Case) -> None:
-        self.parts[0].check(asked.payload, asked.params)
-        self.parts[1].check(asked.params)
-
-    def same(self, asked: Case) -> None:
-        self.check(asked)
-        rows = rows_of(asked, drive(*self.parts, asked), self.reference(asked))
-        assert all(row.ok for row in rows), rows
-
-    @torch.inference_mode()
-    def opened(self, asked: Case, steps: int = 0) -> Lane:
-        """A lane some steps on its way."""
-        encoder, denoiser, _ = self.parts
-        encoded = [encoder.encode([job])[0] for job in encoder.jobs(asked.payload, asked.params)]
-        condition = encoder.condition(asked.payload, asked.params, encoded)
-        lane = denoiser.open(condition, asked.params, torch.Generator().manual_seed(asked.params.seed or 0))
-        for _ in range(steps):
-            denoiser.advance(lane, [denoiser.forward([row])[0] for row in denoiser.rows(lane)])
-        return lane
-
-
 @pytest.fixture(scope="module")
 def model_of(checkpoint_of: Callable[..., Path]) -> Callable[[str], Model]:
     loaded: dict[str, Model] = {}
 
     def get(variant: str) -> Model:
         if variant not in loaded:
-            loaded[variant] = Model(checkpoint_of("stable_diffusion", variant))
+            loaded[variant] = Model(checkpoint_of("stable_diffusion", variant), verify.Reference)
         return loaded[variant]
 
     return get
-
-
-def case(prompt: str = "a red cat", *, images: tuple[np.ndarray, ...] = (), mask: Any = None, **options: Any) -> Case:
-    return Case("case", DiffusionInput(prompt, images, mask), DiffusionParams.parse({"seed": 5, **options}))
 
 
 TEXT = case(**WIDE, steps=3, **AWAY)
@@ -146,7 +109,7 @@ def test_a_controlnet_may_start_from_a_picture(
 ) -> None:
     folder = _copy(checkpoint_of("stable_diffusion", variant), tmp_path)
     _index(folder, lambda index: {**index, "_class_name": index["_class_name"].replace("Pipeline", "Img2ImgPipeline")})
-    model = Model(folder)
+    model = Model(folder, verify.Reference)
     model.same(case(images=(PHOTO, EDGES), **SMALL, steps=4, strength=0.6, control_scale=0.5))
     with pytest.raises(InvalidRequestError, match="two images"):
         model.parts[0].check(DiffusionInput("a cat", (PHOTO,)), DiffusionParams())
@@ -167,14 +130,7 @@ def test_rows_do_not_feel_their_neighbours(variant: str, model_of: Callable[[str
         model.opened(case("a hill", images=photos, **WIDE, steps=4, guidance=1.0)),
         model.opened(case("a wall", images=images, **SMALL, steps=4, seed=3, scheduler="DDIMScheduler"), 1),
     ]
-    denoiser = model.parts[1]
-    groups: dict[Hashable, list[Row]] = {}
-    for row in (row for lane in lanes for row in denoiser.rows(lane)):
-        groups.setdefault(denoiser.group(row), []).append(row)
-    assert sorted(len(group) for group in groups.values()) == [2, 5]
-    for group in groups.values():
-        for row, together in zip(group, denoiser.forward(group), strict=True):
-            assert float((together - denoiser.forward([row])[0]).abs().max()) < 5e-5
+    check_groups(model.parts[1], lanes, [2, 5], 5e-5)
 
 
 def test_requests_at_once_are_drawn_as_alone(model_of: Callable[[str], Model]) -> None:
@@ -214,14 +170,7 @@ def test_every_parameter_counts(model_of: Callable[[str], Model]) -> None:
     drawn |= {
         f"control {scale}": drive(*control, case(images=(EDGES,), **base, control_scale=scale)) for scale in (0.5, 1.0)
     }
-    assert drawn["base"].pixels.std() > 10
-    for name, one in drawn.items():
-        for other, two in drawn.items():
-            assert name == other or _far(one, two) > 1, (name, other, _far(one, two))
-
-
-def _far(one: DiffusionResult, two: DiffusionResult) -> float:
-    return float(np.abs(one.pixels.astype(int) - two.pixels.astype(int)).mean())
+    check_differ(drawn, 1)
 
 
 # ----------------------------------------------------------------------------------------------- checkpoints

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,15 +20,11 @@ from omnistage.core.errors import (
     OmniError,
     UnsupportedModelError,
 )
-from omnistage.core.params import DiffusionParams
-from omnistage.core.types import DiffusionInput
-from omnistage.engines.diffusion.component import Denoiser, Lane, LatentDecoder, PromptEncoder, Row
 from omnistage.models._diffusers.loading import Parts, diffusers
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import Case, DiffusionResult, drive, load_components, rows_of
+from omnistage.models._diffusers.verify import Case, drive, load_components, rows_of
 from omnistage.models.stable_diffusion_3 import tiny, verify
-
-Components = tuple[PromptEncoder, Denoiser, LatentDecoder]
+from tests.diffusion_harness import Components, case, check_decoding, check_differ, check_groups, opened
 
 PHOTO = picture(96, 48, 3)
 MASK = np.zeros((48, 96), np.uint8)
@@ -51,10 +46,6 @@ def parts(folder: Path) -> Components:
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> verify.Reference:
     return verify.Reference(folder)
-
-
-def case(prompt: str = "a red cat", *, images: tuple[np.ndarray, ...] = (), mask: Any = None, **options: Any) -> Case:
-    return Case("case", DiffusionInput(prompt, images, mask), DiffusionParams.parse({"seed": 5, **options}))
 
 
 TEXT = [
@@ -94,11 +85,10 @@ def test_defaults_are_those_of_diffusers(parts: Components, reference: verify.Re
 
 
 def test_pixels_outside_the_mask_stay(parts: Components) -> None:
-    encoder, denoiser, _ = parts
     asked = PAINTINGS[0]
     drawn = drive(*parts, asked)
     with torch.inference_mode():
-        lane = _opened(encoder, denoiser, asked)
+        lane = opened(parts, asked)
     kept = lane.context["mask"][0] == 0
     assert bool(kept.any())
     assert not bool(kept.all())
@@ -108,7 +98,6 @@ def test_pixels_outside_the_mask_stay(parts: Components) -> None:
 
 def test_every_parameter_counts(parts: Components) -> None:
     base = drive(*parts, case(**SMALL, steps=3))
-    assert base.pixels.std() > 10
     others = {
         "prompt": case("two blue dogs", **SMALL, steps=3),
         "seed": case(**SMALL, steps=3, seed=6),
@@ -120,46 +109,22 @@ def test_every_parameter_counts(parts: Components) -> None:
         "strength": case(images=(PHOTO,), **SMALL, steps=3, strength=0.3),
     }
     drawn = {"base": base} | {name: drive(*parts, asked) for name, asked in others.items()}
-    for name, one in drawn.items():
-        for other, two in drawn.items():
-            assert name == other or _far(one, two) > 1, (name, other)
-
-
-def _far(one: DiffusionResult, two: DiffusionResult) -> float:
-    return float(np.abs(one.pixels.astype(int) - two.pixels.astype(int)).mean())
+    check_differ(drawn, 1)
 
 
 # ----------------------------------------------------------------------------------------------- batching
 
 
-def _opened(encoder: PromptEncoder, denoiser: Denoiser, asked: Case, steps: int = 0) -> Lane:
-    """A lane some steps on its way."""
-    encoded = [encoder.encode([job])[0] for job in encoder.jobs(asked.payload, asked.params)]
-    condition = encoder.condition(asked.payload, asked.params, encoded)
-    lane = denoiser.open(condition, asked.params, torch.Generator().manual_seed(asked.params.seed or 0))
-    for _ in range(steps):
-        denoiser.advance(lane, [denoiser.forward([row])[0] for row in denoiser.rows(lane)])
-    return lane
-
-
 @torch.inference_mode()
 def test_rows_do_not_feel_their_neighbours(parts: Components) -> None:
-    encoder, denoiser, _ = parts
     lanes = [
-        _opened(encoder, denoiser, case(**WIDE, steps=6), 2),
-        _opened(encoder, denoiser, case("a boat", **WIDE, steps=3, guidance=3.0, negative_prompt="sea", seed=9), 1),
-        _opened(encoder, denoiser, case("a hill", **WIDE, steps=4, guidance=1.0, seed=2)),
-        _opened(encoder, denoiser, PAINTINGS[0], 1),
-        _opened(encoder, denoiser, case("a wall", **SMALL, steps=4, seed=3), 1),
+        opened(parts, case(**WIDE, steps=6), 2),
+        opened(parts, case("a boat", **WIDE, steps=3, guidance=3.0, negative_prompt="sea", seed=9), 1),
+        opened(parts, case("a hill", **WIDE, steps=4, guidance=1.0, seed=2)),
+        opened(parts, PAINTINGS[0], 1),
+        opened(parts, case("a wall", **SMALL, steps=4, seed=3), 1),
     ]
-    rows = [row for lane in lanes for row in denoiser.rows(lane)]
-    groups: dict[Hashable, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(denoiser.group(row), []).append(row)
-    assert sorted(len(group) for group in groups.values()) == [2, 7]
-    for group in groups.values():
-        for row, together in zip(group, denoiser.forward(group), strict=True):
-            assert float((together - denoiser.forward([row])[0]).abs().max()) < 2e-5
+    check_groups(parts[1], lanes, [2, 7])
 
 
 @torch.inference_mode()
@@ -171,15 +136,8 @@ def test_texts_encoded_together_are_those_encoded_alone(parts: Components) -> No
         assert all(float((together[name] - alone[name]).abs().max()) < 2e-5 for name in alone)
 
 
-@torch.inference_mode()
 def test_pictures_decoded_together_are_those_decoded_alone(parts: Components) -> None:
-    decoder = parts[2]
-    latents = [torch.randn(16, 6, 10, generator=torch.Generator().manual_seed(i)) for i in range(3)]
-    size = {"width": 80, "height": 48, "num_frames": 1}
-    for one, together in zip(latents, decoder.decode(latents, **size), strict=True):
-        alone = decoder.decode([one], **size)[0]
-        assert together.shape == (48, 80, 3)
-        assert np.abs(together.astype(int) - alone.astype(int)).max() <= 1
+    check_decoding(parts[2], 16, 6, 10)
 
 
 # ----------------------------------------------------------------------------------------------- checkpoints

@@ -44,6 +44,7 @@ def refused(value: Any, why: str, **beside: Any) -> Row:
 
 _WHO = "says who asks"
 _WHEN = "when it runs"
+_CLIP_ONLY = "by voices that are fixed; CSM speaks as in the clip"
 _AB: dict[str, Any] = {"temperature": 0, "structured_outputs": {"regex": "( a| b| c| the| of){10}"}}
 """Greedily, with letters that come again."""
 _TO_B: dict[str, Any] = {"structured_outputs": {"regex": "ab"}}
@@ -92,6 +93,19 @@ _TEXT: dict[str, Row] = {
     "media_io_kwargs": refused({"a": {}}, "the service's limits decide"),
     "return_tokens_as_token_ids": refused(True, "use return_token_ids"),
     "cache_salt": refused("x", "prefixes are shared"),
+    "session_id": ignored("s", "prefixes are always reused"),
+    "stream_interval": ignored(4, "events come with their tokens"),
+    "ec_transfer_params": refused({"a": 1}, "no such transfer"),
+    "logprob_token_ids": refused([5], "use logprobs"),
+    "repetition_detection": refused({"max_pattern_size": 3}, "use frequency_penalty"),
+    "truncation_side": refused("left", "a prompt is never cut"),
+    "thinking_token_budget": refused(5, "no budget of its own"),
+    "watermarking": refused(True, "no watermark"),
+    "routed_experts_prompt_start": refused(3, "the experts of a token are not returned"),
+    "return_token_offsets": refused(True, "texts are not returned as tokens' offsets"),
+    "return_prompt_text": refused(True, "use /tokenize and /detokenize"),
+    "return_mm_kwargs": refused(True, "media are not returned"),
+    "mm_payload": refused("files", "media are not returned"),
     "kv_transfer_params": refused({"a": 1}, "no such transfer"),
     "vllm_xargs": refused({"a": 1}, "no such extensions"),
     "guided_json": refused({}, "the older form of structured_outputs"),
@@ -110,6 +124,26 @@ _OF_OPENAI: dict[str, Row] = {
     "service_tier": yes("auto"),
     "parallel_tool_calls": unseen(False, "of one call"),
     "moderation": refused({"model": "m"}, "no such filter; see --content-filter"),
+}
+_NOT_OF_RESPONSES: dict[str, Row] = {
+    "logit_bias": refused({"5": 100}, "of chats and completions"),
+    "stop_token_ids": refused([5], "of chats and completions; use stop"),
+    "skip_special_tokens": refused(False, "of chats and completions"),
+    "chat_template_kwargs": refused({"enable_thinking": False}, "use reasoning.effort"),
+    "include_reasoning": refused(False, "reasoning is always returned"),
+    "enable_response_messages": refused(True, "use GET /v1/responses/{id}/input_items"),
+    "previous_input_messages": refused([], "send them in input"),
+    "request_id": refused("mine", "the header X-Request-Id names a request"),
+    "session_id": refused("s", "prefixes are always reused"),
+    "cache_salt": refused("x", "prefixes are shared"),
+    "kv_transfer_params": refused({"a": 1}, "no such transfer"),
+    "ec_transfer_params": refused({"a": 1}, "no such transfer"),
+    "mm_processor_kwargs": refused({"a": 1}, "the checkpoint's processor decides"),
+    "media_io_kwargs": refused({"a": {}}, "the service's limits decide"),
+    "return_mm_kwargs": refused(True, "media are not returned"),
+    "mm_payload": refused("files", "media are not returned"),
+    "vllm_xargs": refused({"a": 1}, "no such extensions"),
+    "watermarking": refused(True, "no watermark"),
 }
 _SOUND_ONLY = "speech has none; for diffusion models that generate sound"
 _ENGLISH = "the starter hears English alone"
@@ -134,7 +168,7 @@ FIELDS: dict[str, dict[str, Row]] = {
         "reasoning_effort": ignored("high", "where the chat template does not know it; `none` turns thinking off"),
         "chat_template_kwargs": unseen({"enable_thinking": False}, "this model never thinks"),
         "continue_final_message": yes(True, messages=_OPEN),
-        "add_generation_prompt": unseen(False, "as it is anyway", continue_final_message=True, messages=_OPEN),
+        "add_generation_prompt": yes(False),
         "use_audio_in_video": unseen(False, "the default"),
         "drawing": yes({"steps": 1}, model="starter", modalities=["image"]),
         "store": refused(True, "chats are not stored; /v1/responses are"),
@@ -145,7 +179,6 @@ FIELDS: dict[str, dict[str, Row]] = {
         "chat_template": refused("x", "the model's own is used"),
         "echo": refused(True, "send continue_final_message"),
         "include_reasoning": refused(False, "reasoning is always returned"),
-        "thinking_token_budget": refused(5, "no budget of its own"),
     },
     "completions": {
         **_TEXT,
@@ -153,6 +186,7 @@ FIELDS: dict[str, dict[str, Row]] = {
         "max_tokens": yes(3),
         "logprobs": yes(2),
         "echo": yes(True),
+        "response_format": yes({"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}),
         "best_of": refused(3, "must be n: all answers are returned"),
         "suffix": refused("x", "text is not filled in"),
         "prompt_embeds": refused("x", "for the Python API"),
@@ -190,6 +224,7 @@ FIELDS: dict[str, dict[str, Row]] = {
         "prompt": refused({"id": "p"}, "prompts are not stored"),
         "access_programs": refused({"a": "b"}, "no such programs"),
         "context_management": refused([{"type": "compaction"}], "a conversation is never cut"),
+        **_NOT_OF_RESPONSES,
     },
     "audio/speech": {
         "model": yes("starter"),
@@ -208,9 +243,19 @@ FIELDS: dict[str, dict[str, Row]] = {
         "negative_prompt": refused("noise", _SOUND_ONLY),
         "task_type": refused("Base", "the model decides"),
         "language": refused("English", "the model decides"),
-        "ref_audio": refused("data:,", "no voice is cloned"),
-        "ref_text": refused("x", "no voice is cloned"),
+        "ref_audio": refused("data:,", _CLIP_ONLY),
+        "ref_text": refused("x", _CLIP_ONLY),
         "max_new_tokens": refused(5, "speech is as long as its text"),
+        "sample_rate": refused(8000, "the model's own rate; resample it"),
+        "speaker_embedding": refused([0.5], "no voice is cloned"),
+        "ref_audio_2": refused("data:,", "no voice is cloned"),
+        "x_vector_only_mode": refused(True, "no voice is cloned"),
+        "ambient_sound": refused("rain", "use /v1/audio/speech of a model that generates sound"),
+        "duration_seconds": refused(2.0, "speech is as long as its text; seconds for models that generate sound"),
+        "word_timestamps": refused(True, "the times of words are not known"),
+        "initial_codec_chunk_frames": refused(4, "the deployment decides"),
+        "non_streaming_mode": refused(True, "speech is always streamed"),
+        "extra_params": refused({"a": 1}, "no such extensions"),
     },
     "audio/transcriptions": {
         "file": yes(None),
@@ -241,6 +286,11 @@ FIELDS: dict[str, dict[str, Row]] = {
         "repetition_penalty": refused("2", _LIKELIEST),
         "vllm_xargs": refused("{}", "no such extensions"),
         "to_language": refused("fr", "use /v1/audio/translations"),
+        "hotwords": refused("Ann", "use keywords"),
+        "include_stop_str_in_output": refused("true", "a transcription has no stop strings"),
+        "length_penalty": refused("2", "no beam search"),
+        "use_beam_search": refused("true", "no beam search"),
+        "watermarking": refused("true", "no watermark"),
     },
     "images/generations": {
         "model": yes("starter"),
@@ -281,6 +331,14 @@ FIELDS: dict[str, dict[str, Row]] = {
         "control_scale": refused(0.5, "by models without a ControlNet"),
         "vae_use_slicing": refused(True, "the deployment decides"),
         "vae_use_tiling": refused(True, "the deployment decides"),
+        "generator_device": refused("cpu", "a seed's noise is the same on every device"),
+        "flow_shift": refused(3.0, "the checkpoint's scheduler decides"),
+        "layers": refused(2, "pictures have one layer"),
+        "system_prompt": refused("x", "put it into the prompt"),
+        "use_system_prompt": refused("custom", "put it into the prompt"),
+        "bot_task": refused("cot", "put it into the prompt"),
+        "return_stage_metrics": refused(True, "use GET /v1/requests/{id}"),
+        "extra_params": refused({"a": 1}, "no such extensions"),
     },
 }
 _SEEDED = {"model": "lm", "temperature": 1.0, "seed": 7}

@@ -21,7 +21,7 @@ from omnistage.core.params import SamplingParams
 from omnistage.core.types import ARInput, FinishReason, RequestInfo, SideRows, StageInput, TokenChunk
 from omnistage.engines.ar import prefill_graphs
 from omnistage.engines.ar import stage as ar_stage
-from omnistage.engines.ar.attention import KVCache, PagedContext
+from omnistage.engines.ar.attention import KVCache, PagedContext, ScoreOptions
 from omnistage.engines.ar.attention.triton_backend import TritonBackend, TritonPlan
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.graphs import DecodeGraphs
@@ -52,9 +52,7 @@ class Attention(TritonBackend):
         value: torch.Tensor,
         cache: KVCache,
         paged: PagedContext,
-        *,
-        scale: float,
-        window: int | None,
+        scores: ScoreOptions,
     ) -> torch.Tensor:
         plan, size = paged.plan, cache[0].shape[1]
         assert isinstance(plan, TritonPlan)
@@ -70,7 +68,7 @@ class Attention(TritonBackend):
             slots = (blocks * size + torch.arange(size)).view(-1)[:length]
             q, k, v = (x.transpose(0, 1)[None] for x in (query[first:end], keys[slots], values[slots]))
             mask = torch.arange(length) <= torch.arange(length - (end - first), length)[:, None]
-            attended = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+            attended = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scores.scale, enable_gqa=True)
             out[first:end] = attended[0].transpose(0, 1)
         return out
 
@@ -129,7 +127,7 @@ def captured_stage(component: ARComponent, dice: random.Random, patch: pytest.Mo
 
     patch.setattr(triton_sample, "sample", sample)
     patch.setattr(prefill_graphs, "capture", capture)
-    patch.setattr(ar_stage, "make_backend", lambda *_: Attention())
+    patch.setattr(ar_stage, "make_backend", lambda *_, **__: Attention())
     budget = {
         "kv_blocks": dice.choice([9, 12, 20]),
         "prefill_chunk": dice.choice([1, 4, 64]),

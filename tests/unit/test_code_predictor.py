@@ -32,7 +32,7 @@ class Framed(Around):
         self.tokenizer, self.eos_token_ids = None, ()
         generator = torch.Generator().manual_seed(5)
         self.tables = [torch.randn(CODES, width, generator=generator) * 0.3 for _ in range(COUNT)]
-        self.heads = [torch.randn(CODES, width, generator=generator) for _ in range(COUNT)]
+        self.code_heads = [torch.randn(CODES, width, generator=generator) for _ in range(COUNT)]
         self.project = torch.randn(SIDE, width, generator=generator)
         self.batches: list[int] = []
 
@@ -44,7 +44,7 @@ class Framed(Around):
         self.batches.append(len(hidden))
         state, codes = hidden + self.embed(token_ids), []
         for index in range(COUNT):
-            codes.append(choose((state[:, None] * self.heads[index]).sum(-1), index))
+            codes.append(choose((state[:, None] * self.code_heads[index]).sum(-1), index))
             state = state + self.tables[index][codes[-1]]
         return torch.stack(codes, dim=1)
 

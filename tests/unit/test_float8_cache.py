@@ -15,7 +15,7 @@ from omnistage.config.schema import ARBudget
 from omnistage.core.errors import ConfigError
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import OmniTokensPrompt
-from omnistage.engines.ar.attention import BatchLayout, KVCache, PagedContext, make_backend
+from omnistage.engines.ar.attention import BatchLayout, KVCache, PagedContext, ScoreOptions, make_backend
 from omnistage.engines.ar.attention.float8_cache import (
     FLOAT8,
     exponents_of,
@@ -87,7 +87,7 @@ def _attend(cache: KVCache, layout: BatchLayout, q: torch.Tensor, k: torch.Tenso
     ]
     mapping = torch.from_numpy(np.concatenate(slots))
     paged = PagedContext(backend, mapping, backend.plan(layout, CPU), layout)
-    return backend.attend(q, k, v, cache, paged, scale=0.25, window=None)
+    return backend.attend(q, k, v, cache, paged, ScoreOptions(0.25, None))
 
 
 def _layout(queries: list[int], lengths: list[int], slots: list[np.ndarray]) -> BatchLayout:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from omnistage.core.errors import ConfigError
+from omnistage.core.errors import ConfigError, LimitExceededError
 from omnistage.server.access.jwt import INVALID_KEY
 from omnistage.server.access.keys import KEYS_VARIABLE, Holder, KeyConfig, KeyFile, Keyring, digest_of, load_keys
 from omnistage.server.http.errors import AuthenticationError, PermissionDeniedError, RateLimitError
@@ -272,6 +272,16 @@ def test_a_holder_without_a_rate_or_bound_is_never_refused() -> None:
         assert holder.use.counts["requests"] == 100
     assert holder.use.counts["requests"] == 0
     assert holder.use.idle
+
+
+def test_more_answers_than_a_key_may_run_at_once_are_refused_for_good() -> None:
+    holder = Holder("a", digest_of("secret-1"), max_concurrent=2)
+    ring = Keyring([holder])
+    with pytest.raises(LimitExceededError, match="3 answers at once are over this key's limit of 2") as raised:
+        ring.admit(holder, "m", 3, "prompts").__enter__()
+    assert raised.value.param == "prompts"
+    with ring.admit(holder, "m", 2):
+        pass
 
 
 def test_a_part_of_a_request_is_saved_up_for_the_next() -> None:

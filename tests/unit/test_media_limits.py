@@ -61,6 +61,16 @@ def test_a_limit_has_bounds_of_its_own(field: str, last: object, beyond: object)
 # ------------------------------------------------------------------------------------------------- one item
 
 
+def test_decoding_videos_has_a_time_of_its_own() -> None:
+    limits = MediaLimits(max_decode_seconds=1.0, max_video_decode_seconds=2.0)
+    assert [limits.decode_seconds(kind) for kind in ("image", "audio", "video")] == [1.0, 1.0, 2.0]
+
+
+def test_limits_do_not_change_once_they_are_set() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        MediaLimits().max_bytes = 1
+
+
 def test_bytes_are_taken_up_to_the_limit_wherever_they_come_from(tmp_path: Path) -> None:
     limits = MediaLimits(max_bytes=9)
     for size, fits in ((9, True), (10, False)):

@@ -28,13 +28,14 @@ from omnistage_starter.parts.convert import extract_characters, torch_to_safeten
 from omnistage_starter.parts.fetch import FetchError, UnreachableError, fetch, fetch_all
 from omnistage_starter.parts.installed import installed_state, keep_licences
 from omnistage_starter.parts.manifest import STARTER, InstalledFile, InstalledPart, Manifest, Part, PartFile
-from omnistage_starter.parts.store import Store, home
+from omnistage_starter.parts.store import Store
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from omnistage.cli import app
 from omnistage.config.checkpoint import find_model
 from omnistage.core.errors import CheckpointError, MissingDependencyError
+from omnistage.core.user_cache import weights_home
 from omnistage.models.registry import REGISTRY
 
 WEIGHTS = b"weights" * 1000
@@ -442,11 +443,11 @@ def test_damaged_files_are_detected(registry: Registry, store: Store) -> None:
 
 def test_the_home_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OMNISTAGE_HOME", str(tmp_path / "own"))
-    assert home() == tmp_path / "own"
+    assert weights_home() == tmp_path / "own"
     monkeypatch.delenv("OMNISTAGE_HOME")
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert home() == tmp_path / "xdg" / "omnistage"
+    assert weights_home() == tmp_path / "xdg" / "omnistage"
 
 
 def test_every_part_of_the_starter_names_its_hashes_and_licence() -> None:
@@ -547,6 +548,13 @@ def test_an_installed_part_is_compared_with_its_own_record(voice: Path) -> None:
     (voice / "some_voice" / "voice.onnx").write_bytes(WEIGHTS)
     (voice / "some_voice" / "code.py").write_text("spoken = False\n", encoding="utf-8")
     assert "damaged: some_voice/code.py" in installed_state(VOICE).message
+
+
+def test_the_interpreter_that_a_script_names_is_no_damage(voice: Path) -> None:
+    """It changes where an environment is moved or copied."""
+    with (voice / "some_voice-1.2.dist-info" / "RECORD").open("a", encoding="utf-8") as record:
+        record.write("../../bin/some-voice,sha256=AAAA,10\n")
+    assert installed_state(VOICE).ok
 
 
 def test_an_installed_part_that_agrees_with_its_record_and_not_with_the_manifest_is_refused(voice: Path) -> None:

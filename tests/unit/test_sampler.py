@@ -71,6 +71,23 @@ def sequence(p: SamplingParams, rows: torch.Tensor, prompt: Sequence[int] = (), 
     return [sampler.sample(row[None], ["r"])[0].token_id for row in rows]
 
 
+def test_residual_codes_have_numbers_of_their_own_request_and_step() -> None:
+    """Row 0 is the temperature; a greedy request has none, and the same seed the same numbers beside any other."""
+    sampler = Sampler(8, CPU)
+    settings = {"greedy": GREEDY, "cool": params(temperature=0.5, seed=1), "warm": params(temperature=2.0, seed=2)}
+    for key, each in settings.items():
+        sampler.add(key, each, ())
+    together = sampler.residual_numbers(["greedy", "cool", "warm"], 3, None)
+    assert together[0].tolist() == [0.0, 0.5, 2.0]
+    assert np.array_equal(together[:, 1:2], sampler.residual_numbers(["cool"], 3, None))
+    assert sampler.residual_numbers(["greedy", "warm"], 3, 0.7)[0].tolist() == [0.0, 0.7]
+    assert not sampler.residual_numbers(["greedy"], 3, None).any()
+    assert len(np.unique(together[1:])) == 9
+    sampler.sample(torch.zeros(2, 8), ["cool", "warm"])
+    later = sampler.residual_numbers(["cool"], 3, None)
+    assert len(np.unique(np.concatenate((together[1:, 1], later[1:, 0])))) == 6
+
+
 # ------------------------------------------------------------------------------------------------- greedy
 
 
@@ -341,6 +358,8 @@ def test_few_candidates_settle_a_peaked_row() -> None:
     x = -2.0 * (torch.arange(32000.0) + 1).log()[None]
     for shape in ({"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.05}, {"temperature": 0.8}):
         assert TokenSelector([params(**shape)], 32000).select(x, [0.5])[0] >= 0
+    shapes = [params(top_k=40, top_p=0.9), params(top_p=0.9), params(min_p=0.05)]
+    assert min(TokenSelector(shapes, 32000).select(x.repeat(3, 1), [0.5] * 3)) >= 0
 
 
 def test_requests_without_a_seed_differ() -> None:

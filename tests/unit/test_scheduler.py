@@ -273,6 +273,31 @@ def test_no_more_sequences_run_than_allowed() -> None:
     assert sorted(sim.finished) == ["a", "b", "c"]
 
 
+def test_sequences_wait_for_slots_of_their_adapters_and_none_takes_one_before_them() -> None:
+    scheduler = Scheduler(BlockPool(8, 4, prefix_caching=False), max_batch_tokens=64, max_running=8, adapter_slots=2)
+    adapters = {"a": b"x", "both": b"xy", "late": b"z", "behind": b"y", "plain": b""}
+    for key, names in adapters.items():
+        digests = frozenset(names[i : i + 1] for i in range(len(names)))
+        scheduler.add(SequenceState(key, 0.0, [0, 1, 0], 3, adapters=digests))
+    assert scheduler.schedule().started == ("a", "both", "plain")
+    scheduler.remove("both")
+    assert scheduler.schedule().started == ("late",)
+    scheduler.remove("a")
+    assert scheduler.schedule().started == ("behind",)
+
+
+def test_a_held_sequence_samples_nothing_until_it_is_released() -> None:
+    scheduler = Scheduler(BlockPool(8, 4), max_batch_tokens=64, max_running=8)
+    scheduler.add(SequenceState("a", 0.0, [0, 1, 0], 3, cacheable=False))
+    scheduler.hold("a")
+    assert [(item.count, item.sample) for item in scheduler.schedule().batch] == [(2, False)]
+    assert not scheduler.schedule().batch
+    assert not scheduler.has_work()
+    scheduler.release("a")
+    assert scheduler.has_work()
+    assert [(item.start, item.sample) for item in scheduler.schedule().batch] == [(2, True)]
+
+
 def test_a_key_can_be_scheduled_only_once_at_a_time() -> None:
     sim = Simulator()
     sim.add("a", [0])

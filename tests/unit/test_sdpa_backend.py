@@ -16,6 +16,7 @@ from omnistage.engines.ar.attention import (
     AttentionPlan,
     BatchLayout,
     PagedContext,
+    ScoreOptions,
     _paged_attention,
     attention_modules,
     bind_caches,
@@ -44,9 +45,8 @@ class Scene:
     slots: list[np.ndarray]
 
     def run(self, *, scale: float, window: int | None, **extras: Any) -> torch.Tensor:
-        return self.paged.backend.attend(
-            self.query, self.key, self.value, self.cache, self.paged, scale=scale, window=window, **extras
-        )
+        scores = ScoreOptions(scale, window, **extras)
+        return self.paged.backend.attend(self.query, self.key, self.value, self.cache, self.paged, scores)
 
     def expected(
         self, *, scale: float, window: int | None, softcap: float | None = None, sinks: torch.Tensor | None = None

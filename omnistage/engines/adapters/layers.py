@@ -285,9 +285,6 @@ class AdapterLayers:
                 return
         self.table[:total].copy_(upload(table, self.table.device))
 
-    def slots_used(self) -> int:
-        return len(self._slots)
-
 
 def _fold(layer: nn.Linear, columns: int) -> None:
     """Put so many rows, zeros, below a layer's weight."""

@@ -15,6 +15,14 @@ from torch import nn
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
+class _LastProduct:
+    """An input and what the layers made of it, beside the module: setting attributes of one takes long."""
+
+    def __init__(self) -> None:
+        self.input: torch.Tensor | None = None
+        self.outputs: tuple[torch.Tensor, ...] = ()
+
+
 class _Merged(nn.Module):
     """The weights of several layers, one after the other, and their outputs for the last input."""
 
@@ -31,18 +39,7 @@ class _Merged(nn.Module):
             merged.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
         self.joint: nn.Module = merged
         """Exchanged where weights are quantised."""
-        self._input: torch.Tensor | None = None
-        self._outputs: tuple[torch.Tensor, ...] = ()
-
-    def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """The output of one of the layers. The first to be asked with an input computes all of them."""
-        if self._input is not x:
-            self._input = x
-            self._outputs = self.joint(x).split(self.sizes, dim=-1)
-        out = self._outputs[index]
-        if index == len(self.sizes) - 1:  # usually the last to be asked: nothing is held until the next step
-            self._input, self._outputs = None, ()
-        return out
+        self.last = _LastProduct()
 
 
 class MergedLinear(nn.Module):
@@ -54,7 +51,15 @@ class MergedLinear(nn.Module):
         self.index = index
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.group.part(self.index, x)
+        """The first of the group that gets an input computes all of them."""
+        group, last = self.group, self.group.last
+        if last.input is not x:
+            last.input = x
+            last.outputs = group.joint(x).split(group.sizes, dim=-1)
+        out = last.outputs[self.index]
+        if self.index == len(group.sizes) - 1:  # usually the last to be asked: nothing is held until the next step
+            last.input, last.outputs = None, ()
+        return out
 
 
 def merge_linears(decoder: nn.Module, only: Container[str] | None = None) -> int:

@@ -77,7 +77,8 @@ class TokenBytes:
         self._backend = backend
         self._special = {id_ for id_, token in backend.get_added_tokens_decoder().items() if token.special}
         self._table: tuple[dict[int, bytes], dict[int, bytes]] = ({}, {})
-        self._texts: tuple[dict[int, str | None], dict[int, str | None]] = ({}, {})
+        self.texts = _Texts(self, False), _Texts(self, True)
+        """Of tokens by themselves, without and with special ones left out."""
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> TokenBytes | None:
@@ -99,15 +100,21 @@ class TokenBytes:
                 table[token_id] = token.encode()
         return table[token_id]
 
-    def text(self, token_id: int, skip_special: bool) -> str | None:
-        """The same as text; None where it is not whole characters."""
-        texts = self._texts[skip_special]
-        if token_id not in texts:
-            try:
-                texts[token_id] = self.get(token_id, skip_special).decode()
-            except UnicodeDecodeError:
-                texts[token_id] = None
-        return texts[token_id]
+
+class _Texts(dict[int, str | None]):
+    """The text of each token, filled when it is first read; None where its bytes are not whole characters."""
+
+    def __init__(self, tokens: TokenBytes, skip_special: bool) -> None:
+        super().__init__()
+        self._tokens, self._skip_special = tokens, skip_special
+
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            text = self._tokens.get(token_id, self._skip_special).decode()
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text
 
 
 def _byte_characters() -> dict[str, int]:
@@ -169,7 +176,7 @@ class TextStream:
         self._pushed += 1
         if self._bytes is None:
             text = self._decode(token_id)
-        elif self._partial or (whole := self._bytes.text(token_id, self._skip_special)) is None:
+        elif self._partial or (whole := self._bytes.texts[self._skip_special][token_id]) is None:
             text = self._utf8.decode(self._bytes.get(token_id, self._skip_special))
             self._partial = bool(self._utf8.getstate()[0])
         else:

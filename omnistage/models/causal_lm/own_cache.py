@@ -8,62 +8,54 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from omnistage.core.errors import InvalidRequestError, StageError, UnsupportedModelError
-from omnistage.core.types import ARInput, MediaSpan, RequestInfo
-from omnistage.engines.ar.attention import PagedContext
-from omnistage.engines.ar.component import ARComponent, ARSpec, OwnSequence, OwnState
+from omnistage.core.errors import UnsupportedModelError
+from omnistage.core.types import MediaSpan
+from omnistage.engines.ar.component import ARSpec, OwnSequence, OwnState
 from omnistage.hf import transformers
-from omnistage.models.loading import end_token_ids, freeze, max_sequence_length, positive
+from omnistage.models.causal_lm.own_model import (
+    MODEL_ERRORS,
+    NEW_TOKENS,
+    USUAL_LENGTH,
+    Generated,
+    Inputs,
+    OwnModelLM,
+    difference,
+    generated,
+)
+from omnistage.models.loading import max_sequence_length, positive
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-USUAL_LENGTH = 4096
-"""Tokens of the longest sequence where `max_model_len` does not say: a prompt is computed whole, in one forward."""
 _PROMPTS = ((5, 9, 2, 7, 3, 8, 4, 6, 1, 5, 3), (8, 2, 6, 4, 7, 3))
-_NEW_TOKENS = 3
 _TOLERANCE = 1e-3
 """Of the logits' range: both sides run the same operators over the same shapes."""
 _CUTS = (5, 9)
 _CAUSAL_TOLERANCE, _ROUNDED_TOLERANCE = 1e-3, 0.05
 """Of the same text cut there, in float32 and in narrower dtypes; sparse attention may differ at one of the cuts."""
-_ERRORS = (TypeError, LookupError, AttributeError, ValueError, RuntimeError, AssertionError, NotImplementedError)
-"""What a model's own code may raise."""
 
-Inputs = Mapping[str, torch.Tensor]
-"""What a model's forward takes of a prompt beside its token ids."""
 Prompt = tuple[torch.Tensor, Inputs]
 """Token ids `int64 [n]`, and media."""
-_Generated = tuple[torch.Tensor, Sequence[torch.Tensor]]
-"""Tokens `[n]`, and the logits `[V]` of each."""
 
 logger = logging.getLogger(__name__)
 
 
-class OwnCacheLM(ARComponent):
+class OwnCacheLM(OwnModelLM):
     """Adapter around `AutoModelForCausalLM` and what its `generate` does for one token after the other."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None = None, *, reason: str = ""
     ) -> None:
         """`reason`: why it is not served from the paged cache."""
-        config = model.config.get_text_config()
-        name = type(model).__name__
-        if not model.can_generate():
-            raise UnsupportedModelError(f"transformers cannot generate text with {name}; it is no language model")
-        self.model, self.decoder = freeze(model), model.base_model
-        self.device, self.dtype, self.tokenizer = model.device, model.dtype, tokenizer
-        self.eos_token_ids = end_token_ids(model.generation_config, config, tokenizer)
-        # A checkpoint's own settings (beams, forced tokens, another cache) are none of a stage's, but for what an
-        # answer of an encoder's decoder begins with.
-        kept = {name: getattr(model.generation_config, name) for name in ("bos_token_id", "decoder_start_token_id")}
-        model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0, use_cache=True, **kept)
+        # An answer of an encoder's decoder begins with these.
+        super().__init__(model, tokenizer, keep=("bos_token_id", "decoder_start_token_id"))
+        config, name = self.config, type(model).__name__
         vocab_size, width = positive(config, "vocab_size"), 0
         if model.device.type == "meta":
             state = _planned_state(model, config)
@@ -72,7 +64,7 @@ class OwnCacheLM(ARComponent):
                 width, state = self._probe(vocab_size)
             except torch.OutOfMemoryError:
                 raise
-            except _ERRORS as error:
+            except MODEL_ERRORS as error:
                 raise UnsupportedModelError(
                     f"{name} cannot be served: transformers' own generate fails with it ({type(error).__name__})"
                 ) from error
@@ -92,32 +84,6 @@ class OwnCacheLM(ARComponent):
             usual_length=USUAL_LENGTH,
             own_state=state,
         )
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        return (self.model,)
-
-    @property
-    def attention_modules(self) -> Sequence[nn.Module]:
-        return ()
-
-    @property
-    def decoders(self) -> tuple[nn.Module, ...]:
-        return ()
-
-    def check(self, info: RequestInfo, payload: ARInput) -> None:
-        del info
-        if payload.embeds is not None:
-            raise InvalidRequestError("this model takes token ids, not embeddings", param="prompt_embeds")
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        raise StageError("sequences with transformers' own cache take token ids")
-
-    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, paged: PagedContext) -> torch.Tensor:
-        raise StageError("sequences with transformers' own cache are computed one by one")
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        raise StageError("sequences with transformers' own cache give logits themselves")
 
     def open_sequence(self, media: Sequence[MediaSpan] = ()) -> OwnSequence:
         del media
@@ -147,7 +113,7 @@ class OwnCacheLM(ARComponent):
 
     def _check_causal(self, ids: torch.Tensor) -> None:
         model, whole = self.model, self.model(input_ids=ids[None], use_cache=False).logits[0]
-        gaps = [_difference(whole[cut - 1], GeneratedSequence(model).forward(ids[:cut])) for cut in _CUTS]
+        gaps = [difference(whole[cut - 1], GeneratedSequence(model).forward(ids[:cut])) for cut in _CUTS]
         if not min(gaps) < (_CAUSAL_TOLERANCE if self.dtype == torch.float32 else _ROUNDED_TOLERANCE):
             raise UnsupportedModelError(
                 f"{type(model).__name__} gives other logits for the same text where the prompt ends elsewhere, as an "
@@ -155,13 +121,13 @@ class OwnCacheLM(ARComponent):
             )
 
 
-def _same(model: PreTrainedModel, prompts: Sequence[Prompt], expected: Sequence[_Generated]) -> bool:
+def _same(model: PreTrainedModel, prompts: Sequence[Prompt], expected: Sequence[Generated]) -> bool:
     """Whether the sequences, computed in turn, give what `generate` gives for each."""
     sequences = [GeneratedSequence(model, inputs) for _, inputs in prompts]
-    for step in range(_NEW_TOKENS):
+    for step in range(NEW_TOKENS):
         for (ids, _), sequence, (tokens, logits) in zip(prompts, sequences, expected, strict=True):
             got = sequence.forward(tokens[step - 1, None] if step else ids)
-            if not _difference(got, logits[step]) < _TOLERANCE:
+            if not difference(got, logits[step]) < _TOLERANCE:
                 return False
     return True
 
@@ -235,26 +201,6 @@ def _prepared(
     return found[0]
 
 
-def generated(model: PreTrainedModel, ids: torch.Tensor, inputs: Inputs) -> _Generated:
-    """Greedy tokens of `generate` and the logits `[V]` of each."""
-    out = model.generate(
-        input_ids=ids[None],
-        attention_mask=torch.ones_like(ids[None]),
-        max_new_tokens=_NEW_TOKENS,
-        output_logits=True,
-        return_dict_in_generate=True,
-        **inputs,
-    )
-    return out.sequences[0, -len(out.logits) :], [logits[0] for logits in out.logits]
-
-
-def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative to the range of `expected`; infinite where shapes differ."""
-    if got.shape != expected.shape:
-        return float("inf")
-    return float((got.float() - expected.float()).abs().max()) / (float(expected.abs().max()) or 1.0)
-
-
 def _tensors(item: object, seen: set[int]) -> Iterator[torch.Tensor]:
     """All tensors that an object holds, in whatever it is made of; networks are left out."""
     if id(item) in seen or isinstance(item, (nn.Module, transformers.PreTrainedConfig)):
@@ -282,7 +228,7 @@ def _planned_state(model: PreTrainedModel, config: Any) -> OwnState:
                 out = model(input_ids=ids, use_cache=True, return_dict=True)
                 held = [t for t in _tensors(dict(out), set()) if t is not out.logits]
                 sizes.append(sum(t.numel() * t.element_size() for t in held))
-    except _ERRORS:
+    except MODEL_ERRORS:
         layers = getattr(config, "num_hidden_layers", 32)
         row = int(layers) * positive(config, "hidden_size") * model.dtype.itemsize
         return OwnState(2 * row, 64 * row)

@@ -16,27 +16,31 @@ import numpy as np
 import torch
 from torch import nn
 
-from omnistage.core.errors import InvalidRequestError, StageError, UnsupportedModelError
-from omnistage.core.types import ARInput, RequestInfo
-from omnistage.engines.ar.attention import KVCache, PagedContext, bind_caches
-from omnistage.engines.ar.component import ARComponent, ARSpec
+from omnistage.core.errors import UnsupportedModelError
+from omnistage.engines.ar.attention import KVCache, bind_caches
+from omnistage.engines.ar.component import ARSpec
 from omnistage.engines.ar.group import Group
 from omnistage.hf import transformers
-from omnistage.models.causal_lm.own_cache import USUAL_LENGTH
+from omnistage.models.causal_lm.own_model import (
+    MODEL_ERRORS,
+    USUAL_LENGTH,
+    Generated,
+    OwnModelLM,
+    difference,
+    generated,
+)
 from omnistage.models.causal_lm.probe import in_float32
-from omnistage.models.loading import end_token_ids, freeze, max_sequence_length, positive
+from omnistage.models.loading import max_sequence_length, positive
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-_PROMPTS, _CUT, _NEW_TOKENS = (13, 6, 6), 4, 3
-"""Lengths of prompts, two alike, for models whose groups must be; where each is cut; tokens that are generated."""
+_PROMPTS, _CUT = (13, 6, 6), 4
+"""Lengths of prompts, two alike, for models whose groups must be; where each is cut."""
 _LONGEST_WINDOW = 2048
 """Whose edge is looked at when a model is loaded; scores of attention grow with its square."""
 _TOLERANCE, _ROUNDED_TOLERANCE = 1e-4, 0.05
 """Of the logits' range, in float32 and in narrower dtypes: prompts are cut where `generate` computes them whole."""
-_ERRORS = (TypeError, LookupError, AttributeError, ValueError, RuntimeError, AssertionError, NotImplementedError)
-"""What a model's own code may raise."""
 
 _Layer = tuple[int, int, int, int | None]
 """Of transformers' cache: heads, widths of a key and of a value, window."""
@@ -78,28 +82,22 @@ class _PooledLayer(transformers.cache_utils.DynamicLayer):  # type: ignore[misc]
         return self._kept(), self._group.longest - self._kept()
 
 
-class OwnForwardLM(ARComponent):
+class OwnForwardLM(OwnModelLM):
     """Adapter around `AutoModelForCausalLM`, whose forward gets token ids, positions, a mask and a cache."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None = None, *, reason: str = ""
     ) -> None:
         """`reason`: why it does not run in a flattened batch."""
-        name, config = type(model).__name__, model.config.get_text_config()
-        if not model.can_generate():
-            raise UnsupportedModelError(f"transformers cannot generate text with {name}; it is no language model")
-        self.model, self.decoder = freeze(model), model.base_model
-        self.device, self.dtype, self.tokenizer = model.device, model.dtype, tokenizer
-        self.eos_token_ids = end_token_ids(model.generation_config, config, tokenizer)
-        # A checkpoint's own settings (beams, forced tokens, another cache) are none of a stage's.
-        model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0, use_cache=True)
+        super().__init__(model, tokenizer)
+        name, vocab_size = type(model).__name__, positive(self.config, "vocab_size")
         self._takes = inspect.signature(model.forward).parameters
         self._layers: list[_Layer | None] = []
         self._holders: list[nn.Module] = []
         try:
-            self.spec = self._plan(positive(config, "vocab_size"))
+            self.spec = self._plan(vocab_size)
             if model.device.type != "meta":
-                padded = self._check(positive(config, "vocab_size")) and not _counts_in_cache(model)
+                padded = self._check(vocab_size) and not _counts_in_cache(model)
                 self.spec = replace(self.spec, padded_groups=padded)
                 logger.warning(
                     "%s is served by its own forward, %s at a time, which is slower than in a flattened batch%s",
@@ -109,37 +107,15 @@ class OwnForwardLM(ARComponent):
                 )
         except torch.OutOfMemoryError:
             raise
-        except _ERRORS as error:
+        except MODEL_ERRORS as error:
             raise UnsupportedModelError(
                 f"{name} does not run with a cache in the engine's pool ({type(error).__name__} in its forward)"
             ) from error
 
     @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        return (self.model,)
-
-    @property
     def attention_modules(self) -> Sequence[nn.Module]:
         """Nothing but holders of the caches: the model's modules get these with its own cache."""
         return self._holders
-
-    @property
-    def decoders(self) -> tuple[nn.Module, ...]:
-        return ()
-
-    def check(self, info: RequestInfo, payload: ARInput) -> None:
-        del info
-        if payload.embeds is not None:
-            raise InvalidRequestError("this model takes token ids, not embeddings", param="prompt_embeds")
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        raise StageError("this model takes token ids")
-
-    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, paged: PagedContext) -> torch.Tensor:
-        raise StageError("this model runs in groups")
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        raise StageError("this model gives logits itself")
 
     def forward_group(self, token_ids: torch.Tensor, group: Group) -> torch.Tensor:
         inputs: dict[str, Any] = {"attention_mask": group.mask(), "use_cache": True}
@@ -158,7 +134,7 @@ class OwnForwardLM(ARComponent):
     @torch.inference_mode()
     def _plan(self, vocab_size: int) -> ARSpec:
         """Shapes, from a run with the cache that transformers makes."""
-        config, name = self.model.config.get_text_config(), type(self.model).__name__
+        config, name = self.config, type(self.model).__name__
         ids = torch.arange(1, 5, device=self.device)[None] % vocab_size
         out = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)
         cache = out.past_key_values
@@ -205,9 +181,12 @@ class OwnForwardLM(ARComponent):
         self._check_windows(vocab_size, dtype, tolerance)
         prompts = [torch.arange(n * n, n * n + n, device=self.device) % vocab_size for n in _PROMPTS]
         prompts[-1] = prompts[-1].flip(0)
-        expected = [_generated(self.model, ids) for ids in prompts]
+        expected = [generated(self.model, ids) for ids in prompts]
         for padded in (True, False):
-            if _difference(self._run(prompts, [tokens for tokens, _ in expected], padded, dtype), expected) < tolerance:
+            if (
+                _largest_difference(self._run(prompts, [tokens for tokens, _ in expected], padded, dtype), expected)
+                < tolerance
+            ):
                 return padded
         raise UnsupportedModelError(
             f"{name} gives other logits with a cache in the engine's pool, or where a prompt is cut"
@@ -223,7 +202,7 @@ class OwnForwardLM(ARComponent):
             ids = torch.arange(window + 9, device=self.device) % vocab_size
             whole = self.model(input_ids=ids[None], use_cache=False).logits[0, -1:]
             got = self._run([ids], [ids[:1]], True, dtype)
-            if not _gap(got[0][0], whole[0]) < tolerance:
+            if not difference(got[0][0], whole[0]) < tolerance:
                 raise UnsupportedModelError(
                     f"{type(self.model).__name__} keeps {window} tokens in its cache, but its mask shows others"
                 )
@@ -259,29 +238,9 @@ class OwnForwardLM(ARComponent):
         return got
 
 
-def _generated(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-    """Greedy tokens of `generate` and the logits `[V]` of each."""
-    out = model.generate(
-        ids[None],
-        attention_mask=torch.ones_like(ids[None]),
-        max_new_tokens=_NEW_TOKENS,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    return out.sequences[0, len(ids) :], [logits[0] for logits in out.logits]
-
-
-def _difference(
-    got: Sequence[Sequence[torch.Tensor]], expected: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]]
-) -> float:
+def _largest_difference(got: Sequence[Sequence[torch.Tensor]], expected: Sequence[Generated]) -> float:
     pairs = [pair for mine, (_, theirs) in zip(got, expected, strict=True) for pair in zip(mine, theirs, strict=True)]
-    return max(_gap(mine, theirs) for mine, theirs in pairs)
-
-
-def _gap(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative to the range of `expected`; infinite for what is no number."""
-    gap = float((got.float() - expected.float()).abs().max()) / (float(expected.abs().max()) or 1.0)
-    return gap if gap == gap else float("inf")
+    return max(difference(mine, theirs) for mine, theirs in pairs)
 
 
 def _counts_in_cache(model: PreTrainedModel) -> bool:

@@ -14,6 +14,7 @@ from omnistage.core.errors import UnsupportedModelError
 from omnistage.engines.ar.component import StateShape
 from omnistage.engines.ar.recurrent import LayerStates
 from omnistage.hf import transformers
+from omnistage.models.causal_lm.own_model import MODEL_ERRORS
 from omnistage.models.causal_lm.probe import CACHES, in_float32
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ _TOLERANCE = 2e-5
 """Of a layer's output in float32, relative to its range."""
 _SCALES = (1.0, 4.0)
 """Of the rows of which it is asked: a bound on time steps shows for some only."""
-_ERRORS = (TypeError, LookupError, AttributeError, ValueError, RuntimeError, AssertionError, NotImplementedError)
-"""What a model's own code may raise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ def find_recurrent(model: PreTrainedModel, vocab_size: int) -> list[tuple[nn.Mod
     """
     try:
         cache = _WatchedCache(config=model.config)
-    except _ERRORS:  # another kind of cache; whether the model needs it shows in its logits
+    except MODEL_ERRORS:  # another kind of cache; whether the model needs it shows in its logits
         return []
     if not any(isinstance(layer, _linear_layer()) for layer in cache.layers):
         return []
@@ -68,7 +67,7 @@ def find_recurrent(model: PreTrainedModel, vocab_size: int) -> list[tuple[nn.Mod
         with torch.inference_mode():
             calls = _recurrent_calls(model, cache, vocab_size)
             return [(call.module, _states_of(call, layer, cache, dtype)) for layer, call in calls]
-    except _ERRORS as error:
+    except MODEL_ERRORS as error:
         raise UnsupportedModelError(
             f"{name} has recurrent layers that do not run by themselves ({type(error).__name__} in their forward)"
         ) from error
@@ -149,6 +148,6 @@ def _states_of(call: _Call, layer: int, watched: _WatchedCache, dtype: torch.dty
     return LayerStates(shapes, argument, layer, stepwise=stepwise, uneven=uneven)
 
 
-def _differ(got: torch.Tensor, expected: torch.Tensor) -> bool:
+def _differ(output: torch.Tensor, expected: torch.Tensor) -> bool:
     """By more than rounding."""
-    return not float((got - expected).abs().max()) < _TOLERANCE * (float(expected.abs().max()) or 1.0)
+    return not float((output - expected).abs().max()) < _TOLERANCE * (float(expected.abs().max()) or 1.0)

@@ -79,6 +79,15 @@ class CsmProcessor:
     def read_aloud(self, text: str) -> list[dict[str, object]]:
         return [{"role": "assistant", "content": text}]
 
+    def read_aloud_as(self, text: str, clip: Mapping[str, object], clip_text: str | None) -> list[dict[str, object]]:
+        if clip_text is None or not clip_text.strip():
+            raise InvalidRequestError(
+                "this model needs the words that are said in the clip; send them", param="ref_text"
+            )
+        content = [{"type": "text", "text": clip_text}, clip]
+        said: dict[str, object] = {"role": "assistant", "content": content}
+        return [said, *self.read_aloud(text)]
+
     def text(self, prompt: str) -> ARInput:
         if not prompt:
             raise InvalidRequestError("the prompt is empty; send some text", param="prompt")

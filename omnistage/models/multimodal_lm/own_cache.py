@@ -24,7 +24,8 @@ from omnistage.core.errors import (
 from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, Part, TextPart, VideoPart
 from omnistage.core.types import ARInput, MediaSpan, Modality, RequestInfo
 from omnistage.engines.ar.component import OwnSequence
-from omnistage.models.causal_lm.own_cache import GeneratedSequence, Inputs, OwnCacheLM, Prompt, generated
+from omnistage.models.causal_lm.own_cache import GeneratedSequence, OwnCacheLM, Prompt
+from omnistage.models.causal_lm.own_model import MODEL_ERRORS, Inputs, generated
 from omnistage.models.multimodal_lm.component import encoder_bytes
 from omnistage.models.multimodal_lm.items import accepted_inputs, sample_media
 from omnistage.models.multimodal_lm.probe import STOCK_FAILURE
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from omnistage.models.multimodal_lm.processor import MultimodalProcessor
-
-_ERRORS = (TypeError, LookupError, AttributeError, ValueError, RuntimeError, AssertionError, NotImplementedError)
 
 
 class OwnCacheMultimodalLM(OwnCacheLM):
@@ -88,7 +87,7 @@ class OwnCacheMultimodalLM(OwnCacheLM):
         prompts = super()._prompts(vocab_size)
         try:
             generated(self.model, *prompts[0])
-        except _ERRORS:
+        except MODEL_ERRORS:
             self.takes_text_alone, prompts = False, []
         kinds = sorted(processor.input_modalities - {Modality.TEXT})
         for kind in kinds:
@@ -108,7 +107,7 @@ class OwnCacheMultimodalLM(OwnCacheLM):
             logits, others = (generated(self.model, *each)[1][0] for each in (prompt, other))
         except torch.OutOfMemoryError:
             raise
-        except (OmniError, *_ERRORS) as error:
+        except (OmniError, *MODEL_ERRORS) as error:
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             raise UnsupportedModelError(f"{name}: {STOCK_FAILURE} ({reason[:200]})") from error
         if torch.equal(logits, others):

@@ -18,6 +18,7 @@ from omnistage.engines.ar.attention import BatchLayout, PagedContext, bind_cache
 from omnistage.engines.ar.attention.recording import record_attention
 from omnistage.engines.ar.attention.sdpa import SdpaBackend
 from omnistage.engines.ar.recurrent import StatePool, StateStep
+from omnistage.models.causal_lm.own_model import difference
 from omnistage.models.causal_lm.probe import rounded_tolerance
 from omnistage.models.loading import use_paged_attention
 from omnistage.models.multimodal_lm.capture import DecoderInputs
@@ -66,7 +67,7 @@ def _check_kind(component: MultimodalLM, processor: MultimodalProcessor, kind: M
     except _FORWARD_ERRORS as error:
         detail = str(error) if isinstance(error, OmniError) else type(error).__name__
         raise UnsupportedModelError(f"{name} cannot be run as the engine does: {detail}") from error
-    if (worst := _difference(got, logits)) >= _tolerance(component.dtype):
+    if (worst := difference(got, logits)) >= _tolerance(component.dtype):
         raise UnsupportedModelError(
             f"{name} gives other logits on the paged engine than in transformers (by {worst:.1e} of their range)"
             + _others(expected)
@@ -92,8 +93,8 @@ def _probe_inputs(processor: MultimodalProcessor, kind: Modality) -> tuple[dict[
         ids = tuple(inputs["input_ids"][0].tolist())
         if ids != payload.token_ids:
             raise UnsupportedModelError(
-                f"the processor makes other tokens ({len(ids)}) of a chat with {count} {kind} items than of its text "
-                f"and its items ({len(payload.token_ids)}); such processors are not served yet"
+                f"the processor writes other tokens for a chat with {count} {kind} items than for its text and each "
+                "item apart, so items cannot be encoded one by one"
             )
         return inputs, payload
     raise UnsupportedModelError(f"the processor takes no {kind}")
@@ -143,14 +144,14 @@ def _compare(
     deep: torch.Tensor | None,
 ) -> None:
     tolerance = _tolerance(component.dtype)
-    if (worst := _difference(rows, expected.embeds)) >= tolerance:
+    if (worst := difference(rows, expected.embeds)) >= tolerance:
         raise UnsupportedModelError(
             f"{name}: the rows of a media item depend on the rest of the prompt (by {worst:.1e} of their range), so "
             "items cannot be encoded one by one"
         )
     if not torch.equal(_positions(component, payload), _expected_positions(component, expected, len(rows))):
         raise UnsupportedModelError(f"{name} counts positions by a rule of its own, which is not served yet")
-    if expected.deep is not None and (deep is None or _difference(deep, expected.deep) >= tolerance):
+    if expected.deep is not None and (deep is None or difference(deep, expected.deep) >= tolerance):
         raise UnsupportedModelError(f"{name}: what media add to deeper layers depends on the rest of the prompt")
 
 
@@ -203,12 +204,6 @@ def _paged_logits(
                 hidden = component.forward(*arguments)
         parts.append(component.logits(hidden))
     return torch.cat(parts)
-
-
-def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
-    scale = float(expected.abs().max()) or 1.0
-    difference = float((got.float() - expected.float()).abs().max()) / scale
-    return difference if difference == difference else float("inf")
 
 
 def _tolerance(dtype: torch.dtype) -> float:

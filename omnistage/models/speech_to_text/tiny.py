@@ -25,13 +25,9 @@ def write(
 ) -> None:
     """A Whisper with windows of 4 seconds, or a wav2vec 2.0 with letters."""
     common.start(folder, scale, variant, ("whisper", "wav2vec2"))
-    folder.mkdir(exist_ok=True)
-    state = torch.random.get_rng_state()
-    torch.manual_seed(seed)
-    try:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
         (_write_whisper if variant == "whisper" else _write_wav2vec2)(folder)
-    finally:
-        torch.random.set_rng_state(state)
     if progress is not None:
         progress("weights written", 1.0)
 

@@ -210,26 +210,26 @@ class Denoiser(DiffusersDenoiser):
             shape = (1, int(self.pipe.unet.config.in_channels), condition.height // cell, condition.width // cell)
             gaussian = noise(shape, generator, self.device, condition.positive["embeds"].dtype)
             latents = gaussian * scheduler.init_noise_sigma
-        context |= self._told(condition, params, latents.dtype)
+        context |= self._network_inputs(condition, params, latents.dtype)
         tokens = self.tokens(condition.width, condition.height, 1)
         return Lane(latents[0], scheduler, timesteps, condition, params, tokens, context=context)
 
-    def _told(self, condition: Condition, params: DiffusionParams, dtype: torch.dtype) -> dict[str, Any]:
+    def _network_inputs(self, condition: Condition, params: DiffusionParams, dtype: torch.dtype) -> dict[str, Any]:
         """What the networks read at every step beside latents, time and text."""
         guidance = self.kind.guidance(params, painting="mask" in condition.shared)
-        told: dict[str, Any] = {"guidance": guidance}
+        inputs: dict[str, Any] = {"guidance": guidance}
         if self.kind.xl:
             size = (condition.height, condition.width)
-            told["time_ids"] = torch.tensor([*size, 0, 0, *size], dtype=dtype, device=self.device)
+            inputs["time_ids"] = torch.tensor([*size, 0, 0, *size], dtype=dtype, device=self.device)
         if self.kind.distilled:
             width = int(self.pipe.unet.config.time_cond_proj_dim)
             embedded = self.pipe.get_guidance_scale_embedding(torch.tensor([guidance - 1]), embedding_dim=width)
-            told["timestep_cond"] = embedded[0].to(self.device, dtype)
+            inputs["timestep_cond"] = embedded[0].to(self.device, dtype)
         if self.kind.control:
-            told["control"] = condition.shared["control"].to(self.device, dtype)
+            inputs["control"] = condition.shared["control"].to(self.device, dtype)
             scale = self.kind.control_scale(params)
-            told["control_scale"] = torch.full((1, 1, 1), scale, dtype=dtype, device=self.device)
-        return told
+            inputs["control_scale"] = torch.full((1, 1, 1), scale, dtype=dtype, device=self.device)
+        return inputs
 
     def _from_picture(
         self,

@@ -26,12 +26,9 @@ def write(
     settings = common.tokenizer_settings("PreTrainedTokenizerFast", MAX_TOKENS, {}, qwen=False)
     common.write_tokenizer(folder, ids, settings)
     shapes = {**_SIZES, "vocab_size": 1024, "max_position_embeddings": 2 * MAX_TOKENS, "pad_token_id": 0}
-    generator = torch.random.get_rng_state()
-    torch.manual_seed(seed)
-    try:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
         _model(variant, shapes).save_pretrained(folder)
-    finally:
-        torch.random.set_rng_state(generator)
     if progress is not None:
         progress("weights written", 1.0)
     if variant in ("encoder", "decoder"):

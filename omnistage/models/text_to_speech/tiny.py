@@ -54,13 +54,9 @@ def write(
 ) -> None:
     """A VITS with three voices, or a SpeechT5 with its vocoder and two."""
     common.start(folder, scale, variant, ("vits", "speecht5"))
-    folder.mkdir(exist_ok=True)
-    state = torch.random.get_rng_state()
-    torch.manual_seed(seed)
-    try:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
         (_write_vits if variant == "vits" else _write_speecht5)(folder)
-    finally:
-        torch.random.set_rng_state(state)
     if progress is not None:
         progress("weights written", 1.0)
 

@@ -215,17 +215,12 @@ class _HeldWrites:
         self.is_closing = transport.is_closing
 
     def write(self, data: bytes) -> None:
+        if not self.holds and not self._pieces:
+            self._transport.write(data)
+            return
         self._pieces.append(data)
         if not self.holds:
             self.release()
-
-    def write_through(self, data: bytes) -> None:
-        """Write at once, behind what was held."""
-        if self._pieces:
-            self._pieces.append(data)
-            self.release()
-        else:
-            self._transport.write(data)
 
     def release(self) -> None:
         self.holds = False
@@ -284,7 +279,8 @@ class _Transfer:
             elif self._chunked and not waits and message.get("more_body", False) and self._writes is not None:
                 # As h11 writes it: a piece of a streamed body changes nothing of the connection's state.
                 if body and not self._writes.is_closing():
-                    self._writes.write_through(b"%x\r\n%b\r\n" % (len(body), body))
+                    self._writes.holds = False
+                    self._writes.write(b"%x\r\n%b\r\n" % (len(body), body))
                 return
         else:
             self.started = True

@@ -41,8 +41,8 @@ MAX_DIGITS = 1000
 _SAME_DIGITS = bytes.maketrans(b"123456789", b"000000000")
 _TOO_DEEP = f"the body is nested more than {MAX_DEPTH} levels deep; flatten it"
 _MAX_URL_HEAD = 200
-_MEDIA_ROOTS = frozenset({"messages", "input", "input_reference", "item", "response", "audio"})
-_MEDIA_KEYS = frozenset({"data", "url", "image", "audio", "video", "image_url", "audio_url", "video_url"})
+_MEDIA_ROOTS = frozenset({"messages", "input", "input_reference", "item", "response", "audio", "ref_audio"})
+_MEDIA_KEYS = frozenset({"data", "url", "image", "audio", "video", "image_url", "audio_url", "video_url", "ref_audio"})
 """Where media are: fields of these names, somewhere in the top-level fields above."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from omnistage.core.errors import OmniError
-from omnistage.core.family import SpeechRecognizer, Transcriber
+from omnistage.core.family import SpeechRecognizer, Transcriber, VoiceCloner
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Modality
 from omnistage.server.service import ServedModel
@@ -13,6 +13,11 @@ def transcribes(model: ServedModel) -> bool:
     """Whether it recognises speech by itself, without a chat model that is asked to."""
     processor = model.omni.processor
     return Modality.AUDIO in processor.input_modalities and isinstance(processor, SpeechRecognizer | Transcriber)
+
+
+def clones_voices(model: ServedModel) -> bool:
+    """Whether it can speak with the voice of a clip."""
+    return isinstance(model.omni.processor, VoiceCloner)
 
 
 def unsupported_drawing(model: ServedModel) -> list[str]:

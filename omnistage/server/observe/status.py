@@ -21,9 +21,9 @@ from omnistage.pipeline.health import StageHealth
 from omnistage.pipeline.outputs import Trace
 from omnistage.server.access.keys import Holder
 from omnistage.server.http.context import caller, service_of
-from omnistage.server.http.errors import RETRY_SECONDS, NotFoundError
+from omnistage.server.http.errors import RETRY_SECONDS, ModelNotFoundError, NotFoundError
 from omnistage.server.http.openapi import response_docs
-from omnistage.server.observe.model_features import transcribes, unsupported_drawing
+from omnistage.server.observe.model_features import clones_voices, transcribes, unsupported_drawing
 from omnistage.server.service import ServedModel, Service
 
 router = APIRouter()
@@ -47,6 +47,8 @@ class ModelCard(TypedDict):
     stages: list[str]
     transcribes: bool
     """Whether it recognises speech by itself, without a chat model that is asked to."""
+    clones_voices: bool
+    """Whether `/v1/audio/speech` can speak with the voice of a clip, `ref_audio`."""
     unsupported: list[str]
     """Parameters of pictures that it refuses, among `size` and `negative_prompt`."""
     defaults: dict[str, dict[str, JsonValue]]
@@ -106,7 +108,7 @@ async def list_models(request: Request) -> ModelList:
 async def get_model(name: str, request: Request) -> ModelCard:
     allowed = caller(request).models
     if allowed is not None and name not in allowed:
-        raise NotFoundError(f"there is no model {short_repr(name)} for this key", param="model")
+        raise ModelNotFoundError(f"there is no model {short_repr(name)} for this key", param="model")
     return _card(service_of(request).model(name))
 
 
@@ -125,6 +127,7 @@ def _card(model: ServedModel) -> ModelCard:
         voice_aliases=dict(omni.voices.aliases),
         stages=list(omni.orchestrator.graph.order),
         transcribes=transcribes(model),
+        clones_voices=clones_voices(model),
         unsupported=unsupported_drawing(model),
         defaults={
             name: omni.orchestrator.default_params[stage].model_dump(mode="json", exclude_none=True)

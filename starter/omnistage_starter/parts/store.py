@@ -6,31 +6,18 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from omnistage.core.user_cache import weights_home
 from omnistage_starter.parts.manifest import InstalledPart, Manifest, Part
 
-HOME_VARIABLE = "OMNISTAGE_HOME"
-"""Environment variable: the folder for fetched weights; default: the user's cache."""
 _READ_BYTES = 2**20
 _STALE_SECONDS = 3600.0  # longer than the timeout of a fetch
 PARTIAL = ".partial-"
 """Prefix of folders and files that are still being written."""
-
-
-def home() -> Path:
-    """The folder of all fetched weights."""
-    path = os.environ.get(HOME_VARIABLE)
-    if path:
-        return Path(path).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "omnistage"
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "omnistage"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +29,7 @@ class Store:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Store:
-        return cls(manifest, home() / manifest.name)
+        return cls(manifest, weights_home() / manifest.name)
 
     def folder(self, part: Part) -> Path:
         return self.root / part.role

@@ -10,7 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -108,6 +108,17 @@ class PrefillGraphPlan(ABC):
         """Describe the next replay; the rest is padding."""
 
 
+class ScoreOptions(NamedTuple):
+    """How the scores of queries and keys become weights."""
+
+    scale: float
+    window: int | None
+    softcap: float | None = None
+    """Bounds the scores by its `tanh`."""
+    sinks: torch.Tensor | None = None
+    """`[heads]`: scores of a key without a value."""
+
+
 class AttentionBackend(ABC):
     """Writes keys and values into the pool and attends through it."""
 
@@ -137,21 +148,12 @@ class AttentionBackend(ABC):
         value: torch.Tensor,
         cache: KVCache,
         paged: PagedContext,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        scores: ScoreOptions,
     ) -> torch.Tensor:
         """`[T, heads, d]`, `[T, kv_heads, d]` twice → `[T, heads, d]`. Causal within each sequence.
 
-        `softcap` bounds the scores by its `tanh`; `sinks` `[heads]` are scores of a key without a value. Only a
-        backend that `make_backend` gives for attention that is not plain has to take them.
+        Only a backend that `make_backend` gives for attention that is not plain has to take a soft cap or sinks.
         """
-
-
-_EXTRAS = (("softcap", "softcap"), ("s_aux", "sinks"))
-"""Arguments of `transformers` that only some models pass, and ours."""
 
 
 def _paged_attention(
@@ -164,6 +166,8 @@ def _paged_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     paged: PagedContext | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """`transformers`' attention signature: query `[1, heads, T, d]` in, `[1, T, heads, d]` out."""
@@ -175,10 +179,8 @@ def _paged_attention(
         value[0].transpose(0, 1),
         module.kv_cache,  # type: ignore[arg-type]
         paged,
-        scale=scale,
-        # As the model's own mask has it, where that was recorded; a module's argument may say something else.
-        window=getattr(module, "paged_window", sliding_window),
-        **{ours: kwargs[theirs] for theirs, ours in _EXTRAS if kwargs.get(theirs) is not None},
+        # The window of the model's own mask, where that was recorded; a module's argument may say something else.
+        ScoreOptions(scale, getattr(module, "paged_window", sliding_window), softcap, s_aux),
     )
     return out.unsqueeze(0), None
 

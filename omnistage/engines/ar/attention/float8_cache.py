@@ -89,7 +89,10 @@ def _power(exponents: torch.Tensor) -> torch.Tensor:
 
 
 def write_slots(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Store rows `[T, heads, d]` at slots `[T]`."""
+    """Store rows `[T, heads, d]` at slots `[T]` of a cache in any dtype."""
+    if cache.dtype != FLOAT8:
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, rows)
+        return
     numbers, exponents = to_float8(rows)
     size = cache.shape[1]
     block, offset = slots // size, slots % size
@@ -99,7 +102,9 @@ def write_slots(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) ->
 
 
 def read_slots(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows `[n, heads, d]` of slots `[n]`."""
+    """Rows `[n, heads, d]` of slots `[n]`; what a cache in float8 holds, as `dtype`."""
+    if cache.dtype != FLOAT8:
+        return cache.view(-1, *cache.shape[2:]).index_select(0, slots)
     size = cache.shape[1]
     block, offset = slots // size, slots % size
     numbers = cache.view(torch.uint8)[block, offset].view(FLOAT8)

@@ -12,7 +12,14 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from omnistage.engines.ar.attention import AttentionBackend, AttentionPlan, BatchLayout, KVCache, PagedContext
+from omnistage.engines.ar.attention import (
+    AttentionBackend,
+    AttentionPlan,
+    BatchLayout,
+    KVCache,
+    PagedContext,
+    ScoreOptions,
+)
 from omnistage.engines.ar.attention.float8_cache import FLOAT8, read_slots, write_slots
 
 
@@ -73,30 +80,23 @@ class SdpaPlan(AttentionPlan):
         return self.masks[window]
 
 
-@dataclass(frozen=True, slots=True)
-class _Scores:
-    """How scores become weights; see `AttentionBackend.attend`."""
-
-    scale: float
-    window: int | None
-    softcap: float | None
-    sinks: torch.Tensor | None
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """`[B, kv_heads, rows, d]`, the rows of a KV group's heads one head after the other."""
-        if self.softcap is None and self.sinks is None:
-            return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
-        scores = torch.matmul(q, k.transpose(2, 3)).float() * self.scale
-        if self.softcap is not None:
-            scores = torch.tanh(scores / self.softcap) * self.softcap
-        if mask is not None:
-            scores = scores.masked_fill(~mask, float("-inf"))
-        if self.sinks is not None:
-            heads = self.sinks.float().view(k.shape[1], -1, 1)
-            sinks = heads.expand(-1, -1, q.shape[2] // heads.shape[1]).reshape(1, k.shape[1], q.shape[2], 1)
-            scores = torch.cat((scores, sinks.expand(len(q), -1, -1, -1)), dim=-1)
-        weights = torch.softmax(scores, dim=-1)[..., : k.shape[2]]
-        return torch.matmul(weights.to(v.dtype), v)
+def _weighted(
+    how: ScoreOptions, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """`[B, kv_heads, rows, d]`, the rows of a KV group's heads one head after the other."""
+    if how.softcap is None and how.sinks is None:
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=how.scale)
+    scores = torch.matmul(q, k.transpose(2, 3)).float() * how.scale
+    if how.softcap is not None:
+        scores = torch.tanh(scores / how.softcap) * how.softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if how.sinks is not None:
+        heads = how.sinks.float().view(k.shape[1], -1, 1)
+        sinks = heads.expand(-1, -1, q.shape[2] // heads.shape[1]).reshape(1, k.shape[1], q.shape[2], 1)
+        scores = torch.cat((scores, sinks.expand(len(q), -1, -1, -1)), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : k.shape[2]]
+    return torch.matmul(weights.to(v.dtype), v)
 
 
 class SdpaBackend(AttentionBackend):
@@ -141,69 +141,40 @@ class SdpaBackend(AttentionBackend):
         value: torch.Tensor,
         cache: KVCache,
         paged: PagedContext,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        scores: ScoreOptions,
     ) -> torch.Tensor:
         plan = paged.plan
         if not isinstance(plan, SdpaPlan):
             raise TypeError(f"plan of another backend: {type(plan).__name__}")
-        how = _Scores(scale, window, softcap, sinks)
         if plan.first_slot is not None and plan.all_single and cache[0].dtype != FLOAT8:
-            return _attend_adjacent(query, key, value, cache, plan.first_slot, plan, how)
-        keys, values = (_Slots.of(each, query.dtype) for each in cache)
-        keys.write(paged.slot_mapping, key)
-        values.write(paged.slot_mapping, value)
+            return _attend_adjacent(query, key, value, cache, plan.first_slot, plan, scores)
+        keys, values = cache
+        write_slots(keys, paged.slot_mapping, key)
+        write_slots(values, paged.slot_mapping, value)
         if plan.all_single:
-            return _attend_single(query, keys, values, plan, how)
+            return _attend_single(query, keys, values, plan, scores)
         out = torch.empty(*query.shape[:2], value.shape[2], dtype=query.dtype, device=query.device)
         if plan.single_rows is not None:
-            out[plan.single_rows] = _attend_single(query[plan.single_rows], keys, values, plan, how)
+            out[plan.single_rows] = _attend_single(query[plan.single_rows], keys, values, plan, scores)
         for chunk in plan.chunks:
-            out[chunk.start : chunk.end] = _attend_chunk(query, keys, values, chunk, how)
+            out[chunk.start : chunk.end] = _attend_chunk(query, keys, values, chunk, scores)
         return out
 
 
-@dataclass(frozen=True, slots=True)
-class _Slots:
-    """The pool of one layer's keys or values by slots, `[n, heads, d]` in the dtype of the model."""
-
-    pool: torch.Tensor
-    """`[slots, heads, d]`; with float8 as the cache lies."""
-    heads: int
-    dim: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, cache: torch.Tensor, dtype: torch.dtype) -> _Slots:
-        _, _, heads, dim = cache.shape
-        return cls(cache if cache.dtype == FLOAT8 else cache.view(-1, heads, dim), heads, dim, dtype)
-
-    def write(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        if self.pool.dtype == FLOAT8:
-            write_slots(self.pool, slots, rows)
-        else:
-            self.pool.index_copy_(0, slots, rows)
-
-    def read(self, slots: torch.Tensor) -> torch.Tensor:
-        if self.pool.dtype == FLOAT8:
-            return read_slots(self.pool, slots, self.dtype)
-        return self.pool.index_select(0, slots)
-
-
-def _attend_single(query: torch.Tensor, keys: _Slots, values: _Slots, plan: SdpaPlan, how: _Scores) -> torch.Tensor:
+def _attend_single(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: SdpaPlan, how: ScoreOptions
+) -> torch.Tensor:
     """One query a sequence: the heads of a KV group become the queries, so that nothing is repeated."""
     if plan.single_slots is None:
         raise TypeError("the plan has no one-query sequences")
     batch, heads, dim = query.shape
     flat = plan.single_slots.view(-1)
-    k = keys.read(flat).view(batch, plan.longest, keys.heads, dim).transpose(1, 2)
-    v = values.read(flat).view(batch, plan.longest, keys.heads, values.dim).transpose(1, 2)
-    q = query.reshape(batch, keys.heads, heads // keys.heads, dim)
+    kv_heads, value_dim = values.shape[2:]
+    k = read_slots(keys, flat, query.dtype).view(batch, plan.longest, kv_heads, dim).transpose(1, 2)
+    v = read_slots(values, flat, query.dtype).view(batch, plan.longest, kv_heads, value_dim).transpose(1, 2)
+    q = query.reshape(batch, kv_heads, heads // kv_heads, dim)
     mask = plan.single_mask(how.window) if plan.lengths is not None or how.window is not None else None
-    return how.attend(q, k, v, mask).reshape(batch, heads, values.dim)
+    return _weighted(how, q, k, v, mask).reshape(batch, heads, value_dim)
 
 
 def _attend_adjacent(
@@ -213,7 +184,7 @@ def _attend_adjacent(
     cache: KVCache,
     first: int,
     plan: SdpaPlan,
-    how: _Scores,
+    how: ScoreOptions,
 ) -> torch.Tensor:
     """A single sequence with adjacent slots from `first` on: its keys and values are read in place.
 
@@ -226,7 +197,7 @@ def _attend_adjacent(
     heads, kv_heads = query.shape[1], k.shape[1]
     q = query.reshape(1, kv_heads, heads // kv_heads, k.shape[3])
     mask = plan.single_mask(how.window) if how.window is not None else None
-    return how.attend(q, k, v, mask).reshape(1, heads, v.shape[3])
+    return _weighted(how, q, k, v, mask).reshape(1, heads, v.shape[3])
 
 
 def _adjacent_slots(pool: torch.Tensor, first: int, length: int) -> torch.Tensor:
@@ -236,17 +207,19 @@ def _adjacent_slots(pool: torch.Tensor, first: int, length: int) -> torch.Tensor
     return pool.as_strided((1, heads, length, dim), (0, dim, heads * dim, 1), start)
 
 
-def _attend_chunk(query: torch.Tensor, keys: _Slots, values: _Slots, chunk: _Chunk, how: _Scores) -> torch.Tensor:
+def _attend_chunk(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chunk: _Chunk, how: ScoreOptions
+) -> torch.Tensor:
     q = query[chunk.start : chunk.end].transpose(0, 1).unsqueeze(0)
-    k = keys.read(chunk.slots).transpose(0, 1).unsqueeze(0)
-    v = values.read(chunk.slots).transpose(0, 1).unsqueeze(0)
+    k = read_slots(keys, chunk.slots, query.dtype).transpose(0, 1).unsqueeze(0)
+    v = read_slots(values, chunk.slots, query.dtype).transpose(0, 1).unsqueeze(0)
     mask = chunk.mask(how.window)
     if how.softcap is not None or how.sinks is not None:
         # The heads of a KV group one after the other, as the queries of one head.
         group = q.shape[1] // k.shape[1]
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril() if mask is None else mask
         rows = q.reshape(1, k.shape[1], group * q.shape[2], q.shape[3])
-        out = how.attend(rows, k, v, seen.repeat(group, 1)).reshape(1, q.shape[1], q.shape[2], v.shape[3])
+        out = _weighted(how, rows, k, v, seen.repeat(group, 1)).reshape(1, q.shape[1], q.shape[2], v.shape[3])
         return out[0].transpose(0, 1)
     out = scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=how.scale, enable_gqa=q.shape[1] != k.shape[1]

@@ -17,6 +17,7 @@ from omnistage.engines.ar.attention import (
     KVCache,
     PagedContext,
     PrefillGraphPlan,
+    ScoreOptions,
     current,
 )
 from omnistage.engines.streams import upload
@@ -137,17 +138,13 @@ class TritonBackend(AttentionBackend):
         value: torch.Tensor,
         cache: KVCache,
         paged: PagedContext,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        scores: ScoreOptions,
     ) -> torch.Tensor:
         del paged  # the operator takes it from `current`
-        if softcap is not None or sinks is not None:
+        if scores.softcap is not None or scores.sinks is not None:
             raise StageError("the triton attention backend has no soft caps and no sinks; set attention: sdpa")
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        _attend_op(query, key, value, cache[0], cache[1], out, scale, 0 if window is None else window)
+        _attend_op(query, key, value, cache[0], cache[1], out, scores.scale, scores.window or 0)
         return out
 
 

@@ -213,7 +213,12 @@ class Sampler:
         if not keys:
             return PendingTokens([])
         logits, plan = logits.detach(), self._plan_for(tuple(keys))
-        pending = self._sample_on_host(plan, logits) if self._arrays.host else self._launch_on_device(plan, logits, ids)
+        if not self._arrays.host:
+            pending = self._launch_on_device(plan, logits, ids)
+        else:
+            tokens = plan.pick_on_host(logits)
+            logprobs = self._record_on_host(plan, logits, tokens) if plan.recording or plan.logprob_rows else ()
+            pending = PendingTokens(self._results(plan, tokens, logprobs, logits))
         plan.advance()
         return pending
 
@@ -244,15 +249,12 @@ class Sampler:
             raise InternalError(f"the sampler does not hold request {missing[0]!r}")
         return BatchPlan(keys, [self._states[key] for key in keys], self._vocab_size, self._arrays)
 
-    def _sample_on_host(self, plan: BatchPlan, logits: Tensor) -> PendingTokens:
-        tokens = plan.pick_on_host(logits)
-        logprobs: list[float] = []
-        if plan.recording or plan.logprob_rows:
-            ids = torch.tensor(tokens)
-            plan.record(ids)
-            if plan.logprob_rows:
-                logprobs = plan.logprobs(logits, ids).flatten().tolist()
-        return PendingTokens(self._results(plan, tokens, logprobs, logits))
+    @staticmethod
+    def _record_on_host(plan: BatchPlan, logits: Tensor, tokens: Sequence[int]) -> Sequence[float]:
+        """Count sampled tokens; the log probabilities of those for which they were requested."""
+        ids = torch.tensor(tokens)
+        plan.record(ids)
+        return plan.logprobs(logits, ids).flatten().tolist() if plan.logprob_rows else ()
 
     def _launch_on_device(self, plan: BatchPlan, logits: Tensor, ids: Tensor | None) -> PendingTokens:
         if ids is None:

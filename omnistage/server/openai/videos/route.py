@@ -79,7 +79,8 @@ class VideoRequest(WireModel):
         if self.num_frames is not None:
             raise InvalidRequestError("send seconds or num_frames, not both", param="seconds")
         groups = round(self.seconds * (self.fps or native_fps) / _FRAME_GROUP)
-        return diffusion_params(self, self.size, num_frames=groups * _FRAME_GROUP + 1)
+        # The parameter of that name is the length of a sound.
+        return diffusion_params(self, self.size, num_frames=groups * _FRAME_GROUP + 1, seconds=None)
 
 
 class VideoError(TypedDict):
