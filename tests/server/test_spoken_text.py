@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 from collections.abc import Iterator
@@ -15,8 +16,10 @@ import websockets.sync.client as sockets
 
 from omnistage.omni import AsyncOmni
 from omnistage.server.access.keys import Holder, Keyring, digest_of
+from omnistage.server.http.limits import HeldBytes, Hold
+from omnistage.server.realtime.spoken_text import SpokenText
 from omnistage.server.service import Service
-from tests.server.harness import Running, serving, until
+from tests.server.harness import Running, awaited, serving, until
 from tests.server.test_read_aloud import FRAMES, csm, post, recording, samples, speaking
 
 __all__ = ["csm", "speaking"]  # fixtures
@@ -165,3 +168,31 @@ def test_a_key_may_use_its_own_models_only(csm: AsyncOmni) -> None:
     with serving(service) as running, opened(running, additional_headers={"Authorization": f"Bearer {KEY}"}) as socket:
         socket.send(**CONFIG)
         assert socket.until("error")[0][-1]["error"]["code"] == "permission_denied"
+
+
+@awaited
+async def test_no_more_waits_to_be_spoken_than_may(csm: AsyncOmni) -> None:
+    service = Service()
+    service.add("csm", csm)
+    service.loading = False
+    told = list[dict[str, Any]]()
+
+    async def send(event: dict[str, Any]) -> None:
+        told.append(event)
+
+    async def send_bytes(data: bytes) -> None:
+        await asyncio.Event().wait()  # who does not read
+
+    holder = service.keyring.authenticate(None, None)
+    session = SpokenText(service, holder, "csm", send, send_bytes, Hold(HeldBytes(2**30), holder.use))
+    await session.handle(json.dumps(CONFIG))
+    for message in [{"type": "input.text", "text": "Ah. " * 12_000}, {"type": "input.done"}] * 3:
+        await session.handle(json.dumps(message))
+    assert [event["error"]["param"] for event in told if event["type"] == "error"] == ["text"]
+    for _ in range(40_000):
+        await session.handle(json.dumps({"type": "input.done"}))
+        if told[-1]["type"] == "error" and len(told) > 3:
+            break
+    assert "over the limit of 100000" in told[-1]["message"]
+    await session.close()
+    until(lambda: csm.stats().inflight == 0, "the end of the request")

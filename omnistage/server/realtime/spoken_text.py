@@ -59,6 +59,11 @@ class TextDone(ClientModel):
     type: Literal["input.done"]
 
 
+def _size(sentence: str | None) -> int:
+    """Characters that it counts as while it waits; the end of a text takes a place, too."""
+    return 1 + len(sentence or "")
+
+
 class SpokenText:
     """The state of one connection: `handle` takes messages, one task speaks the sentences in their order."""
 
@@ -83,6 +88,8 @@ class SpokenText:
         self._text = Sentences(first_words=None, drop_code=False)
         self._waiting: deque[str | None] = deque()
         """Sentences; None: the text has ended."""
+        self._chars = 0
+        """Of those."""
         self._voice: tuple[AudioClip, str] | None = None
         """The first sentence and how it sounded: the next ones are spoken with its voice, where the model can."""
         self._spoken = 0
@@ -146,13 +153,8 @@ class SpokenText:
     async def _append(self, text: str) -> None:
         self._require_config()
         self._service.check_ready()
-        waiting = sum(len(sentence or "") for sentence in self._waiting) + len(text)
-        if waiting > MAX_CHARS:
-            raise LimitExceededError(
-                f"{waiting} characters would wait to be spoken, over the limit of {MAX_CHARS}; send them later",
-                param="text",
-            )
-        self._hold.resize(self._kept + _CHAR_BYTES * (waiting + self._text.max_characters))
+        self._check_room(len(text))
+        self._hold.resize(self._kept + _CHAR_BYTES * (self._chars + len(text) + self._text.max_characters))
         if len(text) <= _SMALL_CHARS:
             self._text, sentences = self._text.push(text)
             await asyncio.sleep(0)  # many messages may be there already
@@ -160,8 +162,16 @@ class SpokenText:
             self._text, sentences = await asyncio.to_thread(self._text.push, text)
         self._speak(sentences)
 
+    def _check_room(self, chars: int) -> None:
+        if (waiting := self._chars + chars) > MAX_CHARS:
+            raise LimitExceededError(
+                f"{waiting} characters would wait to be spoken, over the limit of {MAX_CHARS}; send them later",
+                param="text",
+            )
+
     def _end(self) -> None:
         self._require_config()
+        self._check_room(1)
         self._speak((*self._text.finish(), None))
         self._text = Sentences(first_words=None, drop_code=False)
 
@@ -171,6 +181,7 @@ class SpokenText:
 
     def _speak(self, sentences: tuple[str | None, ...]) -> None:
         self._waiting += sentences
+        self._chars += sum(map(_size, sentences))
         if self._waiting and not self.busy:
             self._task = asyncio.ensure_future(self._run())
 
@@ -178,6 +189,7 @@ class SpokenText:
         try:
             while self._waiting:
                 sentence = self._waiting.popleft()
+                self._chars -= _size(sentence)
                 if sentence is None:
                     await self._send({"type": "session.done", "total_sentences": self._spoken})
                     self._spoken = 0
@@ -186,6 +198,7 @@ class SpokenText:
                     self._spoken += 1
         except ClientGoneError:
             self._waiting.clear()
+            self._chars = 0
         if self._draining:
             self.finished.set()
 
