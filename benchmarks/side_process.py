@@ -4,9 +4,9 @@ Each side has its own process because OpenMP's threads of one process get in eac
 by turns in one process are both slower than either is alone. And vLLM needs an environment of its own: this file needs
 nothing but Python.
 
-A line of the child's input is a JSON object with `prompts` (lists of token ids), `tokens` and `side`; a line of its
-answer one with `seconds`, `processor` (its seconds too) and `tokens` (the ids that were generated). Its first line says
-which versions run.
+A line of the child's input is a JSON object with `prompts` (lists of token ids), `tokens`, `side` and `penalty` (for
+repetitions); a line of its answer one with `seconds`, `processor` (its seconds too), `memory` and `tokens` (the ids
+that were generated). Its first line says which versions run.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 Ids = list[int]
-Generate = Callable[[Sequence[Ids], int, str], list[Ids]]
-"""Generates this many new tokens for every prompt; the name selects the method."""
+Generate = Callable[[Sequence[Ids], int, str, float], list[Ids]]
+"""Generates this many new tokens for every prompt; the name selects the method, the last is the repetition penalty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,23 @@ class Done:
     """Seconds of the processor, all threads together."""
     tokens: list[Ids]
     """New ones, of each prompt."""
+    memory: int = 0
+    """Bytes that the process holds without what is mapped from files, afterwards."""
 
 
 def clocked(function: Callable[[], list[Ids]]) -> Done:
     start, busy = time.perf_counter(), time.process_time()
     tokens = function()
-    return Done(time.perf_counter() - start, time.process_time() - busy, tokens)
+    return Done(time.perf_counter() - start, time.process_time() - busy, tokens, own_memory())
+
+
+def own_memory() -> int:
+    """Bytes of this process's own memory (RssAnon); 0 where the system does not say."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
 def answer(prepare: Callable[[], tuple[dict[str, Any], Generate]]) -> None:
@@ -57,8 +68,9 @@ def answer(prepare: Callable[[], tuple[dict[str, Any], Generate]]) -> None:
     say(versions)
     for line in sys.stdin:
         asked = json.loads(line)
-        done = clocked(lambda asked=asked: generate(asked["prompts"], asked["tokens"], asked["side"]))  # type: ignore[misc]
-        say({"seconds": done.seconds, "processor": done.processor, "tokens": done.tokens})
+        given = (asked["prompts"], asked["tokens"], asked["side"], asked["penalty"])
+        done = clocked(lambda given=given: generate(*given))  # type: ignore[misc]
+        say(asdict(done))
 
 
 class Side:
@@ -86,11 +98,11 @@ class Side:
             raise SystemExit(f"{self.script} sent {line!r}")
         return found
 
-    def run(self, tokens: int, side: str) -> Callable[[Sequence[Ids]], Done]:
+    def run(self, tokens: int, side: str, penalty: float = 1.0) -> Callable[[Sequence[Ids]], Done]:
         def run(prompts: Sequence[Ids]) -> Done:
             if self._process.stdin is None:
                 raise SystemExit(f"{self.script} has no input")
-            asked = {"prompts": list(prompts), "tokens": tokens, "side": side}
+            asked = {"prompts": list(prompts), "tokens": tokens, "side": side, "penalty": penalty}
             self._process.stdin.write(json.dumps(asked) + "\n")
             self._process.stdin.flush()
             return Done(**self._read())

@@ -33,9 +33,9 @@ def prepare() -> tuple[dict[str, Any], Generate]:
     omni = Omni(sys.argv[1], device="cpu", dtype="float32", overrides=tuple(overrides), quantize=scheme, progress=False)
     networks = [network for part in components(omni).values() for network in networks_of(part)]
 
-    def generate(prompts: Sequence[Ids], tokens: int, side: str) -> list[Ids]:
+    def generate(prompts: Sequence[Ids], tokens: int, side: str, penalty: float) -> list[Ids]:
         del side
-        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, repetition_penalty=penalty)
         given = [OmniTokensPrompt(tuple(ids)) for ids in prompts]
         return [list(one.outputs[0].token_ids) for one in omni.generate(given, params, progress=False)]
 

@@ -30,7 +30,6 @@ import soundfile
 import soxr
 import torch
 from machine_load import load
-from omnistage_starter.parts.store import home
 from omnistage_starter.speech_to_text import SAMPLE_RATE, SpeechToText
 from omnistage_starter.text_to_speech import Voice
 from rich.console import Console
@@ -40,6 +39,7 @@ from starter_words import mentions, normalise, word_error_rate, word_errors
 
 from omnistage import Omni
 from omnistage.core.params import SamplingParams
+from omnistage.core.user_cache import weights_home
 from omnistage.hf import transformers
 from omnistage.pipeline.outputs import OmniRequestOutput
 
@@ -219,7 +219,7 @@ def ask(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="starter", help="the bundle's name, or a starter's folder")
-    parser.add_argument("--parts", type=Path, default=home() / "starter", help="the folder with hear/")
+    parser.add_argument("--parts", type=Path, default=weights_home() / "starter", help="the folder with hear/")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--no-pipeline", action="store_true", help="speak and hear alone")

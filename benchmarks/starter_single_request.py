@@ -15,9 +15,10 @@ import sys
 import time
 from pathlib import Path
 
-from omnistage_starter.parts.store import home
 from side_process import Side
 from starter_transformers import SINGLE
+
+from omnistage.core.user_cache import weights_home
 
 _PROMPT = [list(range(100, 140))]
 _TOKENS = 24
@@ -25,7 +26,7 @@ _TOKENS = 24
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=home() / "starter" / "think", help="a causal LM's folder")
+    parser.add_argument("--model", type=Path, default=weights_home() / "starter" / "think", help="a causal LM's folder")
     parser.add_argument("--pairs", type=int, default=47)
     options = parser.parse_args()
     python, seconds = Path(sys.executable), {"ours": [0.0], "transformers": [0.0]}

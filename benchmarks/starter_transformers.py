@@ -14,7 +14,7 @@ from omnistage.hf import transformers
 SINGLE, BATCH = "transformers, one by one", "transformers, a padded batch"
 
 
-def generated(model: Any, prompts: Sequence[Ids], tokens: int) -> list[Ids]:
+def generated(model: Any, prompts: Sequence[Ids], tokens: int, penalty: float) -> list[Ids]:
     """All prompts as one batch, filled up on the left."""
     longest = max(len(ids) for ids in prompts)
     filled = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
@@ -25,6 +25,7 @@ def generated(model: Any, prompts: Sequence[Ids], tokens: int) -> list[Ids]:
             attention_mask=mask,
             max_new_tokens=tokens,
             do_sample=False,
+            repetition_penalty=penalty,
             eos_token_id=None,  # nothing ends an answer but its length, as with our `ignore_eos`
             pad_token_id=0,
         )
@@ -37,10 +38,10 @@ def prepare() -> tuple[dict[str, Any], Generate]:
         sys.argv[1], dtype=torch.float32, local_files_only=True, trust_remote_code=False
     ).eval()
 
-    def generate(prompts: Sequence[Ids], tokens: int, side: str) -> list[Ids]:
+    def generate(prompts: Sequence[Ids], tokens: int, side: str, penalty: float) -> list[Ids]:
         if side == BATCH:
-            return generated(model, prompts, tokens)
-        return [generated(model, [ids], tokens)[0] for ids in prompts]
+            return generated(model, prompts, tokens, penalty)
+        return [generated(model, [ids], tokens, penalty)[0] for ids in prompts]
 
     return {"threads": torch.get_num_threads()}, generate
 

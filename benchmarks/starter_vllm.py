@@ -23,9 +23,11 @@ def prepare() -> tuple[dict[str, Any], Generate]:
         disable_log_stats=True,
     )
 
-    def generate(prompts: Sequence[Ids], tokens: int, side: str) -> list[Ids]:
+    def generate(prompts: Sequence[Ids], tokens: int, side: str, penalty: float) -> list[Ids]:
         del side
-        params = vllm.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=True, seed=0)
+        params = vllm.SamplingParams(
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=True, seed=0, repetition_penalty=penalty
+        )
         outputs = engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 

@@ -272,8 +272,8 @@ def _small_part(part: Any) -> dict[str, Any]:
 
 def _with_template(model_type: str, processor: Any) -> Any:
     template = CHAT_TEMPLATE
-    if model_type in MARKS:
-        template = template.replace("IMAGE", MARKS[model_type])
+    for place, marks in MARKS.get(model_type, {}).items():
+        template = template.replace(place, marks)
     for kind in ("image", "video", "audio"):
         token = getattr(processor, f"{kind}_token", None)
         token = getattr(token, "content", token) or f"<{kind}>"

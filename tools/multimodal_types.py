@@ -83,7 +83,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "emu3": {
         "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-        "vocabulary_map": {f"<|visual token {n:06d}|>": 1000 + n for n in range(64)},
+        "vocabulary_map": {
+            **{f"<|visual token {n:06d}|>": 1000 + n for n in range(64)},
+            "<|extra_200|>": 1100,
+        },
         "vq_config": {"codebook_size": 64, "base_channels": 32, "hidden_size": 128},
     },
     "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]}}},
@@ -94,6 +97,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 0, "audio_start_token_id": 0},
     "muse_glimmer": {"out_hidden_size": 256},
+    "fast_vlm": {"vision_config": {"hidden_size": 2048}},
     "deepseek_vl_hybrid": {"high_res_vision_config": {"global_attn_indexes": [0, 1]}},
     "granite4_vision": {
         "image_grid_pinpoints": _PINPOINTS,
@@ -115,12 +119,40 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "kimi_k25": {"projection_hidden_size": 64, "projector_hidden_size": 64},
     "paligemma": {"text_config": {"num_image_tokens": 16}},
+    "qwen4_exp": {
+        "text_config": {
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 16,
+            "indexer_compress_ratio": 4,
+            "ngram_vocab_size_base": 1000,
+            "split_ngram_parts": 1,
+        }
+    },
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
+    "perception_lm": {
+        "vision_config": {
+            "architecture": "vit_pe_core_tiny_patch16_384",
+            "model_args": {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": [32, 32], "patch_size": 8},
+        },
+        "projector_pooling_ratio": 2,
+        "vision_use_cls_token": True,
+    },
 }
 """Settings of types whose default config cannot be made small by names alone."""
 WITH_VISION = ("gemma4", "gemma4_unified")
 """Types whose default config has no vision tower, unlike published ones."""
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
-    "vibevoice_asr": {"feature_extractor": {"feature_size": 1}},
+    **{t: {"feature_extractor": {"feature_size": 1}} for t in ("vibevoice_asr", "kyutai_speech_to_text")},
+    "perception_lm": {
+        "processor": {"patch_size": 8, "pooling_ratio": 2},
+        "image_processor": {"tile_size": 32, "max_num_tiles": 4},
+    },
+    "fast_vlm": {
+        "processor": {"patch_size": 32, "num_additional_image_tokens": 0, "vision_feature_select_strategy": "full"},
+        "image_processor": {"size": {"shortest_edge": 256}, "crop_size": {"height": 256, "width": 256}},
+    },
     "llava": {"processor": {"num_additional_image_tokens": 1}},
     "llava_next": {
         "processor": {"num_additional_image_tokens": 1},
@@ -203,8 +235,12 @@ EXTRA_TOKENS = {
     "emu3": {"image_token": "<image>"},
 }
 """Names of special tokens that a tokenizer has, where its processor does not ask for them one after the other."""
-MARKS = {"hunyuan_vl": "<image_start_token><image_token><image_end_token>"}
-"""What stands for a picture in a chat, where it is more than its token."""
+_GLM_MARKS = {"IMAGE": "<|begin_of_image|>IMAGE<|end_of_image|>", "VIDEO": "<|begin_of_video|>VIDEO<|end_of_video|>"}
+MARKS: dict[str, dict[str, str]] = {
+    "hunyuan_vl": {"IMAGE": "<image_start_token><image_token><image_end_token>"},
+    **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga"), _GLM_MARKS),
+}
+"""What stands for an item in a chat, where it is more than its token."""
 PART_TYPES = {
     "fast_vlm": "llava",
     "mistral4": "mistral_large4",

@@ -56,7 +56,8 @@ def err() -> Console:
 
 
 def ends_on_error(command: Callable[_P, None]) -> Callable[_P, None]:
-    """The command, but an `OmniError` ends it with one line, a hint and exit code 2; an `OSError` without a hint."""
+    """The command, but an `OmniError` ends it with one line, a hint and exit code 2; an `OSError` without a hint, and
+    Ctrl-C with exit code 130."""
 
     @functools.wraps(command)
     def guarded(*args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -67,6 +68,9 @@ def ends_on_error(command: Callable[_P, None]) -> Callable[_P, None]:
                 raise
             print_error(error)
             raise typer.Exit(EXIT_ERROR) from error
+        except KeyboardInterrupt:
+            print_interrupted("stopped")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
         except BrokenPipeError:
             raise  # the reader of a pipe is gone: click ends the command silently
         except OSError as error:
@@ -94,6 +98,21 @@ def print_error(error: OmniError) -> None:
 def print_line(text: str) -> None:
     """An error, in one line on standard error."""
     print_note(Text.assemble(("error: ", "bold red"), (text, "red")))
+
+
+def print_interrupted(what: str) -> None:
+    """What Ctrl-C has ended, below the ^C that a terminal shows."""
+    console = err()
+    if console.is_terminal:
+        console.print()
+    print_note(Text(what, style="red"), console)
+
+
+@contextmanager
+def spinner(what: str) -> Iterator[None]:
+    """Say what takes the time, on a terminal and while it lasts."""
+    with err().status(Text(what, style="dim")):
+        yield
 
 
 def print_note(text: Text | str, console: Console | None = None) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from omnistage.cli.common import EXIT_INTERRUPTED, err, print_line, print_note
+from omnistage.cli.common import EXIT_INTERRUPTED, err, print_interrupted, print_note, spinner
 from omnistage.core.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -140,12 +140,12 @@ class ModelOptions:
 
     def load(self, model: str, *, overrides: Sequence[str] = (), progress: bool = True) -> Omni:
         """The model with these options; `overrides` come after those of `--set`."""
-        from omnistage.omni import Omni
-
         # On a terminal `Omni` shows progress bars instead; in a log this line says what takes the time.
         if not (progress and err().is_terminal):
             print_note(f"loading {model}")
         try:
+            with spinner(f"loading {model}"):  # importing torch and transformers takes seconds
+                from omnistage.omni import Omni
             return Omni(
                 model,
                 config=self.config,
@@ -159,7 +159,7 @@ class ModelOptions:
                 progress=progress,
             )
         except KeyboardInterrupt:
-            print_line(f"stopped while {model} was loading; nothing was generated")
+            print_interrupted(f"stopped while {model} was loading; nothing was generated")
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
 

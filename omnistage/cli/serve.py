@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import typer
 from rich.text import Text
 
-from omnistage.cli.common import print_note
+from omnistage.cli.common import EXIT_INTERRUPTED, print_interrupted, print_note, spinner
 from omnistage.cli.early_imports import EarlyImports
 from omnistage.cli.options import ModelOptions, adapter_folders, option
 from omnistage.cli.serve_options import AccessOptions, MediaOptions, ObservabilityOptions
@@ -128,8 +128,12 @@ def serve(
     ```
     """
     folders = options.folders(model)
-    with EarlyImports(folders.values()) as imports:
-        _serve(options, access, media, observability, settings, folders, imports)
+    try:
+        with EarlyImports(folders.values()) as imports:
+            _serve(options, access, media, observability, settings, folders, imports)
+    except KeyboardInterrupt:
+        print_interrupted("stopped before the service listened; no model was loaded")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
 def _serve(
@@ -143,11 +147,12 @@ def _serve(
 ) -> None:
     """Set the service up, and run it until a signal."""
     try:
-        from omnistage.server.http.app import create_app
-        from omnistage.server.http.json_body import JsonLimits
-        from omnistage.server.http.listening import connections_below, raise_descriptor_limit
-        from omnistage.server.http.run import run
-        from omnistage.server.http.stopping import end_process
+        with spinner("starting"):
+            from omnistage.server.http.app import create_app
+            from omnistage.server.http.json_body import JsonLimits
+            from omnistage.server.http.listening import connections_below, raise_descriptor_limit
+            from omnistage.server.http.run import run
+            from omnistage.server.http.stopping import end_process
     except ModuleNotFoundError as error:
         raise MissingDependencyError("the service needs more packages: pip install 'omnistage[server]'") from error
     from omnistage.media.budget import media_budget

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omnistage.core.errors import CheckpointError, MissingDependencyError, UnsupportedModelError
-from omnistage.core.user_cache import weights_home
+from omnistage.core.user_cache import HOME_VARIABLE, weights_home
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -93,9 +93,9 @@ def _convert(path: Path, target: Path) -> None:
     options: Any = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     scratch: Path | None = None
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".partial-", dir=target.parent))
-        _full_model(options).save_pretrained(scratch)
+        scratch = _scratch(target)
+        _check_positions(path)
+        _full_model(options, path).save_pretrained(scratch)
         transformers.AutoTokenizer.from_pretrained(**options, trust_remote_code=False).save_pretrained(scratch)
         if not (target / "config.json").is_file():
             scratch.rename(target)
@@ -109,12 +109,48 @@ def _convert(path: Path, target: Path) -> None:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _full_model(options: Any) -> PreTrainedModel:
+def _scratch(target: Path) -> Path:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=".partial-", dir=target.parent))
+    except OSError as error:
+        raise CheckpointError(
+            f"{target.parent} cannot be written ({error.strerror or error}), where GGUF files are kept in full "
+            f"precision; set {HOME_VARIABLE} to a folder that can",
+            param="model",
+        ) from error
+
+
+def _check_positions(path: Path) -> None:
+    """Refuse files whose positions are scaled: `transformers` reads these numbers of gpt-oss only."""
+    import gguf
+
+    reader = gguf.GGUFReader(str(path))
+    names = [tensor.name for tensor in reader.tensors if tensor.name.startswith(("rope_freqs", "rope_factors"))]
+    for key, field in reader.fields.items():
+        if ".rope.scaling." in key and not key.startswith("gpt-oss.") and field.contents() != "none":
+            names.append(key)
+    if names:
+        raise UnsupportedModelError(
+            f"{path.name} scales its positions ({', '.join(names[:3])}), which transformers does not read from GGUF "
+            "files: its answers would be wrong; take the model's safetensors"
+        )
+
+
+def _full_model(options: Any, path: Path) -> PreTrainedModel:
     import torch
 
     from omnistage.hf import transformers
 
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(**options, dtype=torch.float32, trust_remote_code=False)
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+        **options, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
+    )
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise CheckpointError(
+            f"{path.name} lacks {len(missing)} weights of {type(loaded).__name__}, first {missing[0]}; fetch it again",
+            param="model",
+        )
     # A model that was loaded from quantised weights refuses to be saved: its tensors go to another one.
     config = loaded.config
     if hasattr(config, "quantization_config"):

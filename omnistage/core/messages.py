@@ -58,6 +58,15 @@ class TemplateOptions:
     variables: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     continue_final: bool = False
     """The last message, an assistant's, is left open, and the answer goes on from there."""
+    generation_prompt: bool = True
+    """The prompt ends with the opening of the assistant's turn."""
+
+    @property
+    def param(self) -> str:
+        """The request's field that a model which cannot follow these options refuses."""
+        if self.continue_final:
+            return "continue_final_message"
+        return "chat_template_kwargs" if self.generation_prompt else "add_generation_prompt"
 
 
 PLAIN_TEMPLATE = TemplateOptions()

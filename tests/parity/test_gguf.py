@@ -57,7 +57,8 @@ def _home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMNISTAGE_HOME", str(folder / "home"))
 
 
-def write_gguf(source: Path, target: Path) -> None:
+def write_gguf(source: Path, target: Path, *, without: str = "", scaling: str = "", factors: bool = False) -> None:
+    """`without` a tensor; with the `scaling` of positions as metadata, or with its `factors` as Llama 3.1 has them."""
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     config, tokenizer = model.config, json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
     writer = gguf.GGUFWriter(str(target), "llama")
@@ -80,6 +81,10 @@ def write_gguf(source: Path, target: Path) -> None:
     writer.add_token_merges(merges or ["a b"])
     writer.add_bos_token_id(config.bos_token_id)
     writer.add_eos_token_id(config.eos_token_id)
+    if scaling:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling))
+    if factors:
+        writer.add_tensor("rope_freqs.weight", np.ones(config.head_dim // 2, np.float32))
     for name, tensor in model.state_dict().items():
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         weight = tensor
@@ -89,6 +94,8 @@ def write_gguf(source: Path, target: Path) -> None:
         own = name
         for theirs, ours in NAMES.items():
             own = own.replace(theirs, ours)
+        if own == without:
+            continue
         data = weight.numpy().astype(np.float32)
         if data.ndim == 1:
             writer.add_tensor(own, data)
@@ -111,9 +118,8 @@ def test_answers_are_those_of_transformers_over_the_same_file(folder: Path, name
         out = reference.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=10)
         expected.append(out[0, len(prompt) :].tolist())
     greedy = SamplingParams(temperature=0.0, max_tokens=10)
-    # Packed weights are no longer those of the file.
-    plain = ("thinker.budget.pack_weights=false",)
-    with Omni(str(folder / name), device="cpu", progress=False, overrides=plain) as omni:
+    plain = ["thinker.budget.pack_weights=false"]  # packed weights are not in the state that is compared
+    with Omni(str(folder / name), device="cpu", overrides=plain, progress=False) as omni:
         outputs = omni.generate([OmniTokensPrompt(ids) for ids in PROMPTS], greedy, progress=False)
         component = omni.orchestrator.stages["thinker"].component  # type: ignore[attr-defined]
         ours, theirs = component.model.state_dict(), reference.state_dict()
@@ -135,6 +141,30 @@ def test_a_file_is_written_once_for_each_of_its_states(folder: Path) -> None:
     path.touch()
     assert resolve(given, registry=REGISTRY).model.folder != first.folder
     assert not list(first.folder.parent.glob(".partial-*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"without": "blk.1.ffn_up.weight"}, CheckpointError, "lacks 1 weights.*layers.1.mlp.up_proj"),
+        ({"scaling": "yarn"}, UnsupportedModelError, r"scales its positions \(llama.rope.scaling.type\)"),
+        ({"factors": True}, UnsupportedModelError, r"scales its positions \(rope_freqs.weight\)"),
+    ],
+    ids=["a weight is missing", "scaled positions", "factors of positions"],
+)
+def test_a_file_of_which_transformers_would_make_another_model_is_refused(
+    tmp_path: Path, change: dict[str, Any], error: type[OmniError], match: str
+) -> None:
+    tiny.write(tmp_path / "source")
+    write_gguf(tmp_path / "source", tmp_path / "changed.gguf", **change)
+    with pytest.raises(error, match=match):
+        resolve(OmniEngineArgs(model=str(tmp_path / "changed.gguf"), device="cpu"), registry=REGISTRY)
+
+
+def test_a_cache_that_cannot_be_written_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMNISTAGE_HOME", str(folder / "small.gguf"))
+    with pytest.raises(CheckpointError, match=r"cannot be written.*OMNISTAGE_HOME"):
+        resolve(OmniEngineArgs(model=str(folder / "small.gguf"), device="cpu"), registry=REGISTRY)
 
 
 def test_what_cannot_be_read_is_refused_by_name(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

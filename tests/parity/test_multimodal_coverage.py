@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from omnistage.core.types import Modality
 
@@ -33,12 +34,14 @@ EXACT = {
     "cosmos3_edge": "image",
     "mistral3": "image",
     "glmasr": "audio",  # one clip in a chat
+    "glm4v": "image, video",  # the kinds of a video's tokens come from the marks around them
+    "hunyuan_vl": "image",  # a processor that takes no placeholder without its marks
     "qwen3_5": "image, video",  # recurrent layers; each sequence has offsets of positions that the model keeps
 }
 FALLBACK = {
     "paligemma": "image",  # pictures and the prompt attend both ways
     "mllama": "image",  # attends to pictures beside the text
-    "idefics2": "image",  # several pictures are cut otherwise than one
+    "idefics2": "image",  # a space behind the last picture of a chat
     "blip-2": "image, never text alone",  # no chat template, another model inside generates
     "t5gemma2": "image",  # a decoder behind an encoder
 }
@@ -61,6 +64,18 @@ def test_a_placeholder_that_is_sampled_is_embedded_as_by_the_model() -> None:
     """With this seed it is that of a video, which the small checkpoint does not take."""
     outcome = tool.cover("muse_glimmer", seed=1)
     assert outcome.state == "exact", outcome
+
+
+def test_parts_beside_the_decoder_attend_as_before() -> None:
+    """Layers of this projector read a config that no model inside the model has."""
+    checkpoints = tool.checkpoints
+    config = checkpoints.small_config("fun_asr_nano", checkpoints.CONFIGS["fun_asr_nano"])
+    model = tool.transformers.AutoModelForMultimodalLM.from_config(config, dtype=torch.float32).eval()
+    model.set_attn_implementation("eager")
+    component = tool.MultimodalLM(model)
+    assert component.decoder.config._attn_implementation != "eager"
+    assert model.config.adaptor_config._attn_implementation == "eager"
+    assert model.config.audio_config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("model_type", FALLBACK)

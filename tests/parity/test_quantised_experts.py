@@ -209,7 +209,8 @@ def test_the_plan_knows_the_size_of_quantised_experts(folder: Path) -> None:
         resolved = resolve(OmniEngineArgs.parse({"model": str(folder), "device": "cpu", **values}), registry=REGISTRY)
         return plan_memory(resolved, anywhere=True).stages["thinker"].memory.weights
 
-    with Omni(str(folder), device="cpu", progress=False) as omni:
+    plain = ["thinker.budget.pack_weights=false"]
+    with Omni(str(folder), device="cpu", overrides=plain, progress=False) as omni:
         model = omni.orchestrator.stages["thinker"].component.model  # type: ignore[attr-defined]
         chosen = layers_to_quantise(model, QuantizeConfig(scheme="int8"), dit=False)
         assert sum(is_experts(layer) for layer in chosen.values()) == 2

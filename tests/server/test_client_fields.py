@@ -138,7 +138,41 @@ def test_an_unknown_path_has_the_form_of_an_error(server: Running) -> None:
     assert answer.headers["allow"] in answer.json()["error"]["message"]
 
 
+def test_minus_one_keeps_all_tokens_as_zero_does(server: Running) -> None:
+    def text(**more: Any) -> str:
+        answer = post(server, "/v1/chat/completions", {**CHAT, "temperature": 1, "seed": 3, "max_tokens": 12, **more})
+        return str(answer.json()["choices"][0]["message"]["content"])
+
+    assert text(top_k=-1) == text(top_k=0) == text()
+    for path, body in (("chat/completions", CHAT), ("responses", {"input": "Hi"})):
+        answer = post(server, f"/v1/{path}", {**body, "top_k": -2})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "top_k")
+
+
+def test_a_completions_format_is_vllms(server: Running) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    answer = post(server, "/v1/completions", {"prompt": "Once", "max_tokens": 40, "response_format": form})
+    assert json.loads(answer.json()["choices"][0]["text"]).keys() == {"a"}
+    broken = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}}
+    refused = post(server, "/v1/completions", {"prompt": "Once", "response_format": broken})
+    assert refused.json()["error"]["param"] == "response_format.json_schema.schema"
+    both = post(
+        server, "/v1/completions", {"prompt": "a", "response_format": form, "structured_outputs": {"regex": "a"}}
+    )
+    assert both.json()["error"]["param"] == "structured_outputs"
+
+
 # ------------------------------------------------------------------------------------------------------- tokens
+
+
+def test_the_assistants_turn_may_stay_closed(server: Running) -> None:
+    opened = post(server, "/tokenize", {"messages": HELLO}).json()["tokens"]
+    closed = post(server, "/tokenize", {"messages": HELLO, "add_generation_prompt": False}).json()["tokens"]
+    assert closed == opened[: len(closed)]
+    assert len(closed) < len(opened)
+    answer = post(server, "/v1/chat/completions", {**CHAT, "add_generation_prompt": False}).json()
+    assert answer["usage"]["prompt_tokens"] == len(closed)
 
 
 def test_the_last_message_is_continued(server: Running, client: openai.OpenAI) -> None:

@@ -27,7 +27,7 @@ AGENTS: dict[str, Any] = {
     "tools": [TOOL],
     "audio": {
         "input": {
-            "transcription": {"model": "gpt-4o-mini-transcribe"},
+            "transcription": {"model": "gpt-live-transcribe"},
             "turn_detection": {"type": "semantic_vad", "eagerness": "high"},
             "format": {"type": "audio/pcm", "rate": 16_000},
         },
@@ -49,7 +49,7 @@ def test_an_update_is_applied_but_for_what_is_refused(server: Running) -> None:
             "create_response": True,
             "interrupt_response": True,
         }
-        assert session.audio.input.transcription.model == "gpt-4o-mini-transcribe"
+        assert session.audio.input.transcription.model == "gpt-live-transcribe"
         assert (session.audio.output.voice, session.audio.output.speed) == ("alloy", 1.2)
         errors = [connection.recv().error for _ in range(2)]
         assert {error.param for error in errors} == {

@@ -109,6 +109,22 @@ def test_an_interruption_while_loading_is_named(command, monkeypatch):
     assert "stopped while m was loading" in run(*command, code=130)
 
 
+@pytest.mark.parametrize(
+    ("command", "place", "told"),
+    [
+        (("serve", "m"), "omnistage.cli.serve._serve", "stopped before the service listened; no model was loaded"),
+        (("verify", "m"), "omnistage.config.checkpoint.find_model", "stopped"),
+        (("pull", "starter", "--check"), "omnistage.cli.pull._check", "stopped"),
+    ],
+)
+def test_an_interruption_says_what_it_ended(command, place, told, monkeypatch):
+    def interrupted(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, interrupted)
+    assert run(*command, code=130) == f"{told}\n"
+
+
 def wrapped(pieces: list[str], width: int) -> str:
     wrap = WordWrap()
     return "".join(wrap.push(part, width) for part in [*pieces, "\n"])

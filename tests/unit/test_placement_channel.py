@@ -21,7 +21,7 @@ from PIL import Image
 
 from omnistage.core.clips import AudioClip, VideoClip
 from omnistage.core.errors import InternalError, OmniError, QueueFullError, StageError
-from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, TextPart, ToolCall, VideoPart
+from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, TemplateOptions, TextPart, ToolCall, VideoPart
 from omnistage.core.params import CodecParams, DiffusionParams, SamplingParams, StageParams, StructuredOutput
 from omnistage.core.types import (
     ARInput,
@@ -89,6 +89,7 @@ CHAT = ChatInput(
         ChatMessage("assistant", (TextPart(""),), tool_calls=(ToolCall("f", "not json"),)),
     ),
     tools=({"type": "function", "function": {"name": "f", "parameters": {}}},),
+    template=TemplateOptions({"mode": "fast", "depth": 2, "plain": True}, continue_final=True),
 )
 LOGPROB = TokenLogprob(7, -0.1, "é", "é".encode()[:1])
 INPUTS = [PROMPT, CodecInput((1, (2, 3)), True), DRAWING, CHAT, LinkedInput()]

@@ -15,6 +15,14 @@ from torch import nn
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
+class _LastProduct:
+    """An input and what the layers made of it, beside the module: setting attributes of one takes long."""
+
+    def __init__(self) -> None:
+        self.input: torch.Tensor | None = None
+        self.outputs: tuple[torch.Tensor, ...] = ()
+
+
 class _Merged(nn.Module):
     """The weights of several layers, one after the other, and their outputs for the last input."""
 
@@ -31,8 +39,7 @@ class _Merged(nn.Module):
             merged.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
         self.joint: nn.Module = merged
         """Exchanged where weights are quantised."""
-        self.input: torch.Tensor | None = None
-        self.outputs: tuple[torch.Tensor, ...] = ()
+        self.last = _LastProduct()
 
 
 class MergedLinear(nn.Module):
@@ -45,13 +52,13 @@ class MergedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The first of the group that gets an input computes all of them."""
-        group = self.group
-        if group.input is not x:
-            group.input = x
-            group.outputs = group.joint(x).split(group.sizes, dim=-1)
-        out = group.outputs[self.index]
-        if self.index == len(group.sizes) - 1:  # usually the last: nothing is held until the next step
-            group.input, group.outputs = None, ()
+        group, last = self.group, self.group.last
+        if last.input is not x:
+            last.input = x
+            last.outputs = group.joint(x).split(group.sizes, dim=-1)
+        out = last.outputs[self.index]
+        if self.index == len(group.sizes) - 1:  # usually the last to be asked: nothing is held until the next step
+            last.input, last.outputs = None, ()
         return out
 
 

@@ -54,7 +54,7 @@ class HalfLinear(PackedLinear):
         return weight * self._scale
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(input, self._packed)
+        out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16.default(input, self._packed)
         if self._scale != 1.0:
             out.mul_(self._scale)
         if self.bias is not None:
@@ -74,7 +74,7 @@ class BlockedLinear(PackedLinear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not input.numel():
             return input.new_empty(*input.shape[:-1], self.out_features)
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, self._packed, self.bias, "none", [], "")
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(input, self._packed, self.bias, "none", [], "")
         return out
 
 

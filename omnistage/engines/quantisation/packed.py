@@ -52,7 +52,7 @@ class PackedInt8Linear(nn.Linear):
         if not len(rows):
             return input.new_empty(shape)
         largest = rows.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-        out: torch.Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+        out: torch.Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default(
             rows / largest, 1 / self._levels, self._levels, self._packed
         )
         out.mul_(largest)

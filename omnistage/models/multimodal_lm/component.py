@@ -45,7 +45,7 @@ class MultimodalLM(CausalLM):
     """Adapter around the decoder and head of `AutoModelForMultimodalLM`, with all that the model has before them."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
-        encoders = {module: module.config._attn_implementation for module in _encoders(model)}
+        encoders = [(config, config._attn_implementation) for config in _encoder_configs(model)]
         self.stock_attention: str = model.get_decoder().config._attn_implementation
         self._placeholder_rows: dict[int, torch.Tensor] = {}
         try:
@@ -57,8 +57,8 @@ class MultimodalLM(CausalLM):
                 f"{type(model).__name__} does not run on text without media ({type(error).__name__}), so it is no "
                 "decoder of merged embeddings; such models are not served"
             ) from error
-        for module, implementation in encoders.items():
-            module.set_attn_implementation(implementation)
+        for settings, implementation in encoders:
+            settings._attn_implementation = implementation
         self.unsupported: dict[Modality, str] = {}
         """Kinds of media that the processor takes and that would not be answered exactly, with the reason."""
         self._capture = DecoderCapture(model, self.decoder)
@@ -202,14 +202,21 @@ def encoder_bytes(config: Any, dtype: torch.dtype, tokens: int) -> int:
     return vision_bytes(vision, dtype, tokens)
 
 
-def _encoders(model: PreTrainedModel) -> list[Any]:
-    """The models inside it that are neither its decoder nor lead to it."""
+def _encoder_configs(model: PreTrainedModel) -> list[Any]:
+    """The configs of all parts of it that are neither its decoder nor lead to it, each after those around it.
+
+    Not every part is a model of its own: layers of Fun-ASR's projector read a config inside the model's.
+    """
     decoder: nn.Module = model.get_decoder()
     inside = set(decoder.modules())
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, transformers.PreTrainedModel)
-        and module not in inside
-        and not any(child is decoder for child in module.modules())
-    ]
+    modules = [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]
+    leading = [module for module in modules if module in inside or any(child is decoder for child in module.modules())]
+    of_decoder = {id(model.config.get_text_config()), *(id(module.config) for module in leading)}
+    found = [module.config for module in modules if module not in leading]
+    pending = [model.config]
+    while pending:
+        config = pending.pop()
+        found.append(config)
+        inner = (getattr(config, name, None) for name in config.sub_configs)
+        pending += [part for part in inner if isinstance(part, transformers.PreTrainedConfig)]
+    return [config for config in found if id(config) not in of_decoder]

@@ -60,6 +60,14 @@ class MediaItem:
         shape = self.inputs["input_ids"].shape
         return {n: t for n, t in self.inputs.items() if t.shape == shape and n != "input_ids"}
 
+    def is_within(self, other: MediaItem) -> bool:
+        """Whether the processor says the same of its tokens where `other` has them among more."""
+        start, theirs = find(np.asarray(other.token_ids), self.token_ids, 0), other.by_token()
+        if start is None:
+            return False
+        end = start + len(self.token_ids)
+        return all(torch.equal(value, theirs[name][:, start:end]) for name, value in self.by_token().items())
+
 
 class _TextRecorder:
     """In the tokenizer's place: passes everything on and keeps the text that it is given."""

@@ -93,8 +93,8 @@ def _probe_inputs(processor: MultimodalProcessor, kind: Modality) -> tuple[dict[
         ids = tuple(inputs["input_ids"][0].tolist())
         if ids != payload.token_ids:
             raise UnsupportedModelError(
-                f"the processor makes other tokens ({len(ids)}) of a chat with {count} {kind} items than of its text "
-                f"and its items ({len(payload.token_ids)}); such processors are not served yet"
+                f"the processor writes other tokens for a chat with {count} {kind} items than for its text and each "
+                "item apart, so items cannot be encoded one by one"
             )
         return inputs, payload
     raise UnsupportedModelError(f"the processor takes no {kind}")

@@ -143,7 +143,7 @@ class MultimodalProcessor:
 
     def tokens(self, prompt: OmniTokensPrompt) -> ARInput:
         payload = tokens_input(prompt, self._vocab_size, self._embed_size)
-        ids = {self._processor.tokenizer.convert_tokens_to_ids(text) for text in self._placeholders.values() if text}
+        ids = {token for text in self._placeholders.values() if text for token in self._prompts.encode(text)}
         if payload.embeds is None and ids & set(payload.token_ids):
             raise InvalidRequestError(
                 "prompt_token_ids hold media placeholders without media; use chat() to send media",
@@ -190,27 +190,44 @@ class MultimodalProcessor:
         return {"type": kind, kind: ""}
 
     def _find_placeholders(self) -> dict[Modality, str]:
-        """The special token that a chat template writes for an item of each kind that the processor takes."""
+        """What a chat template writes for an item of each kind that the processor takes: special tokens."""
         found = {}
         for kind in KINDS:
             candidates = self._candidates(kind)
             names = (f"{kind}_token", "boi_token" if kind is Modality.IMAGE else "")
             preferred = [getattr(self._processor, name, None) for name in names]
-            for text in [*(t for t in preferred if t in candidates), *candidates]:
-                try:
-                    item = self.items.item(text, [sample_media(kind, 0, self.items.audio_rate)])
-                except OmniError:
-                    continue
-                if len(item.inputs) > 1:
-                    found[kind] = text
-                    break
+            texts = (self._placeholder(kind, t, candidates) for t in [*preferred, *candidates] if t in candidates)
+            if text := next(filter(None, texts), ""):
+                found[kind] = text
         return found
+
+    def _placeholder(self, kind: Modality, token: str, candidates: Sequence[str]) -> str:
+        """A token for an item, with those around it where the processor reads them too, as GLM-4V's; or ""."""
+        of_any = "|".join(re.escape(text) for text in sorted(candidates, key=len, reverse=True))
+        filled = self._sample_chats(kind)[1]
+        marked = next((m.group() for m in re.finditer(f"(?:{of_any})+", filled) if token in m.group()), token)
+        alone, among = self._sample_item(kind, token), self._sample_item(kind, marked)
+        if alone is None:
+            return "" if among is None else marked
+        return token if among is None or alone.is_within(among) else marked
+
+    def _sample_item(self, kind: Modality, placeholder: str) -> MediaItem | None:
+        try:
+            item = self.items.item(placeholder, [sample_media(kind, 0, self.items.audio_rate)])
+        except OmniError:
+            return None
+        return item if len(item.inputs) > 1 else None
+
+    def _sample_chats(self, kind: Modality) -> tuple[str, str]:
+        """A text in a chat, and the same behind an item."""
+        parts = [{"type": "text", "text": "a"}], [{"type": str(kind), str(kind): ""}, {"type": "text", "text": "a"}]
+        plain, filled = (self._render([{"role": "user", "content": content}], None) for content in parts)
+        return plain, filled
 
     def _candidates(self, kind: Modality, times: int = 0) -> list[str]:
         """Special tokens that are in a chat for an item of this kind alone, as often as `times` says."""
-        parts = [{"type": "text", "text": "a"}], [{"type": str(kind), str(kind): ""}, {"type": "text", "text": "a"}]
         try:
-            plain, filled = (self._render([{"role": "user", "content": content}], None) for content in parts)
+            plain, filled = self._sample_chats(kind)
         except Exception:  # the template is a program of the checkpoint's: it may raise anything
             return []
         added = self._processor.tokenizer.get_added_vocab()

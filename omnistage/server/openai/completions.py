@@ -15,7 +15,7 @@ from pydantic import Field, PlainValidator, TypeAdapter, WithJsonSchema
 from typing_extensions import TypedDict
 
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, OmniError
-from omnistage.core.params import SamplingParams, StageParams
+from omnistage.core.params import SamplingParams, StageParams, StructuredOutput
 from omnistage.core.types import Modality, OmniTokensPrompt, TokenLogprobs
 from omnistage.pipeline.intake import Prompt, RequestOptions
 from omnistage.pipeline.outputs import CompletionOutput, OmniRequestOutput, OutputChunk, Usage
@@ -28,6 +28,7 @@ from omnistage.server.http.openapi import response_docs
 from omnistage.server.http.routing import api_router, json_response
 from omnistage.server.http.sse import DONE, LastPiece, event, stream_response
 from omnistage.server.openai.base import only
+from omnistage.server.openai.chat.request import FORMAT_PATHS, ResponseFormat
 from omnistage.server.openai.extensions import STRUCTURED_PATHS
 from omnistage.server.openai.request_models import SamplingFields, StreamOptions
 from omnistage.server.openai.response_models import Finish, TokenUsage, finish_of, usage_of
@@ -66,6 +67,7 @@ class CompletionRequest(SamplingFields):
     max_tokens: int | None = None
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool | None = Field(default=None, description="Begin each text with its prompt.")
+    response_format: ResponseFormat | None = Field(default=None, description="As with vLLM, as in a chat.")
     suffix: Annotated[str | None, only("", why="text is not filled in before a suffix; leave it out")] = None
     best_of: int | None = Field(default=None, description="Must be n: every answer is returned.")
     prompt_embeds: Annotated[None, only(why="embeddings as a prompt are for the Python API; send text")] = None
@@ -81,6 +83,13 @@ class CompletionRequest(SamplingFields):
             raise InvalidRequestError(
                 "log probabilities of the prompt are not computed; leave echo or logprobs out", param="echo"
             )
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise InvalidRequestError("goes without response_format; send one of them", param="structured_outputs")
+
+    def structured(self) -> StructuredOutput | None:
+        if self.structured_outputs is not None:
+            return self.structured_outputs.structured()
+        return self.response_format.structured() if self.response_format is not None else None
 
 
 class CompletionLogprobs(TypedDict):
@@ -156,8 +165,8 @@ async def _running(
     service: Service, holder: Holder, model: ServedModel, prompts: Sequence[Prompt], body: CompletionRequest
 ) -> AsyncIterator[list[OutputStream]]:
     """All prompts at once. They are one request at the key's rate, and as many running ones as they have answers."""
-    structured = None if body.structured_outputs is None else body.structured_outputs.structured()
-    sampling = body.sampling_params("max_tokens", structured=structured)
+    sampling = body.sampling_params("max_tokens", structured=body.structured())
+    paths = FORMAT_PATHS if body.structured_outputs is None else STRUCTURED_PATHS
     stage = text_stage(model)
     params: dict[str, StageParams] = {stage: sampling} if sampling is not None else {}
     options = RequestOptions(["text"], None, body.priority, body.timeout)
@@ -165,7 +174,7 @@ async def _running(
         streams = []
         for place, prompt in enumerate(prompts):
             name = f"prompt[{place}]" if len(prompts) > 1 else "prompt"
-            names = {"prompt": name, "prompt_token_ids": name, "prompts": "prompt", **STRUCTURED_PATHS}
+            names = {"prompt": name, "prompt_token_ids": name, "prompts": "prompt", **paths}
             counted = 0 if place else len(prompts)  # the first counts for all
             one = service.run_request(holder, model, prompt, params, options, prompts=counted, rename=names)
             streams.append(await stack.enter_async_context(one))

@@ -75,7 +75,12 @@ class StructuredOutputs(WireModel):
 class ExtensionFields(WireModel):
     """Of chats and completions."""
 
-    ignored: ClassVar[Mapping[str, object]] = {"spaces_between_special_tokens": True, "request_id": None}
+    ignored: ClassVar[Mapping[str, object]] = {
+        "spaces_between_special_tokens": True,
+        "request_id": None,
+        "session_id": None,
+        "stream_interval": 1,
+    }
     """Fields without effect, with the value that asks for nothing."""
 
     structured_outputs: StructuredOutputs | None = None
@@ -85,6 +90,10 @@ class ExtensionFields(WireModel):
     spaces_between_special_tokens: bool | None = Field(default=None, description="Without effect.")
     request_id: str | None = Field(
         default=None, max_length=256, description="Without effect; send the header X-Request-Id."
+    )
+    session_id: str | None = Field(default=None, max_length=256, description="Without effect.")
+    stream_interval: int | None = Field(
+        default=None, ge=1, description="Without effect: events come with their tokens."
     )
     # Of which only the value that changes nothing is accepted
     add_special_tokens: Annotated[bool | None, only(False, why="is the model's own choice; leave it out")] = None
@@ -103,6 +112,17 @@ class ExtensionFields(WireModel):
     cache_salt: Annotated[None, only(why="prefixes are shared by all requests; leave it out")] = None
     kv_transfer_params: Annotated[IgnoredOptions | None, only({}, why=_LEAVE_OUT)] = None
     vllm_xargs: Annotated[IgnoredOptions | None, only({}, why=_LEAVE_OUT)] = None
+    ec_transfer_params: Annotated[IgnoredOptions | None, only({}, why=_LEAVE_OUT)] = None
+    logprob_token_ids: Annotated[None, only(why="is not supported; send logprobs for the likeliest tokens")] = None
+    repetition_detection: Annotated[None, only(why="is not supported; send frequency_penalty")] = None
+    truncation_side: Annotated[None, only(why="a prompt is never cut; leave it out")] = None
+    thinking_token_budget: Annotated[int | None, only(-1, why=_LEAVE_OUT)] = None
+    watermarking: Annotated[Literal[False] | None, only(False, why=_LEAVE_OUT)] = None
+    routed_experts_prompt_start: Annotated[int | None, only(0, why=_LEAVE_OUT)] = None
+    return_token_offsets: Annotated[Literal[False] | None, only(False, why=_LEAVE_OUT)] = None
+    return_prompt_text: Annotated[Literal[False] | None, only(False, why=_LEAVE_OUT)] = None
+    return_mm_kwargs: Annotated[Literal[False] | None, only(False, why=_LEAVE_OUT)] = None
+    mm_payload: Annotated[str | None, only("tensors", "none", why=_LEAVE_OUT)] = None
     guided_json: Annotated[None, only(why=_GUIDED)] = None
     guided_regex: Annotated[None, only(why=_GUIDED)] = None
     guided_choice: Annotated[None, only(why=_GUIDED)] = None
@@ -125,7 +145,7 @@ class TemplateFields(WireModel):
         default=None, description="Variables of the model's chat template, like enable_thinking."
     )
     continue_final_message: bool = Field(default=False, description="Continue the last message, an assistant's.")
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool = Field(default=True, description="Open the assistant's turn.")
 
     @model_validator(mode="after")
     def _check_template(self) -> Self:
@@ -137,8 +157,6 @@ class TemplateFields(WireModel):
         explicit = "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt
         if self.continue_final_message and explicit:
             raise field_error("add_generation_prompt", "must be false where continue_final_message is true")
-        if not self.add_generation_prompt and not self.continue_final_message:
-            raise field_error("add_generation_prompt", "must be true without continue_final_message")
         return self
 
     @property
@@ -149,9 +167,9 @@ class TemplateFields(WireModel):
     def template(self, model: ServedModel) -> TemplateOptions:
         """What else the template is told."""
         values = template_variables(model, self.reasoning_effort, self.chat_template_kwargs)
-        if not values and not self.continue_final_message:
+        if not values and not self.continue_final_message and self.add_generation_prompt:
             return PLAIN_TEMPLATE
-        return TemplateOptions(values, self.continue_final_message)
+        return TemplateOptions(values, self.continue_final_message, self.add_generation_prompt)
 
 
 def thinking_of(effort: Effort | None, sent: TemplateVariables | None = None) -> bool | None:

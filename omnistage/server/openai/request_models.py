@@ -34,6 +34,8 @@ Size = Annotated[str, AfterValidator(_checked_size), WithJsonSchema({"type": "st
 
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 """As with OpenAI it may be negative."""
+TopK = Annotated[int, Field(ge=-1, description="Keep the k likeliest tokens; 0 or -1 keeps all.")]
+"""-1 as with vLLM and SGLang, whose clients send it as their default."""
 
 
 class StreamOptions(WireModel):
@@ -84,6 +86,8 @@ class SamplesText(WireModel):
         values |= {"max_tokens": getattr(self, max_tokens_field), **derived}
         if values.get("seed") is not None:
             values["seed"] %= 2**63  # OpenAI's may be negative
+        if values.get("top_k") == -1:
+            values["top_k"] = 0
         values = {name: value for name, value in values.items() if value is not None}
         try:
             return SamplingParams.parse(values) if values else None
@@ -111,7 +115,7 @@ class SamplingFields(SamplesText, ExtensionFields):
     seed: Seed | None = None
     user: str | None = None
     # Ours
-    top_k: int | None = None
+    top_k: TopK | None = None
     min_p: Finite | None = None
     repetition_penalty: Finite | None = None
     min_tokens: int | None = None

@@ -3,7 +3,7 @@
 import { Attachments, setUpAttachments } from "./attachments.js";
 import { Answer, append } from "./chat.js";
 import { Connection } from "./connection.js";
-import { Conversation, restored } from "./conversation.js";
+import { Conversation, attachmentRecord, restored } from "./conversation.js";
 import { $, el, icon } from "./dom.js";
 import { Exchange } from "./exchange.js";
 import { Gauges } from "./gauges.js";
@@ -11,7 +11,7 @@ import { hear } from "./heard.js";
 import { Keeper } from "./keeper.js";
 import { onKey, setUpKey } from "./key.js";
 import { setUpMicrophone } from "./microphone.js";
-import { choose as chooseOutput, chooseModel, describe, examplesFor, outputs, rememberOutputs, showModels, showOutputs, showVoice } from "./models.js";
+import { choose as chooseOutput, chooseModel, describe, examplesFor, outputs, refusal, rememberOutputs, showModels, showOutputs, showVoice } from "./models.js";
 import { setUpPanels, setUpTheme } from "./panel.js";
 import { Params } from "./params.js";
 import { Past } from "./past.js";
@@ -19,7 +19,7 @@ import { unlockAudio } from "./player.js";
 import { Question } from "./question.js";
 import { buildRequest } from "./request.js";
 import { setUpSnippets } from "./snippets.js";
-import { load } from "./store.js";
+import { load, onOtherTab } from "./store.js";
 import { Talk, itemsOf, settingsOf } from "./talk.js";
 import { Timeline } from "./timeline.js";
 import { setUpViewer } from "./viewer.js";
@@ -39,7 +39,7 @@ const gauges = new Gauges(
   (reachable) => connection.seen(reachable),
   (limits) => (attachments.limit = limits.max_body_bytes),
 );
-const notKept = (error) => notice(`This browser does not keep the conversation: ${error?.message ?? error}`);
+const notKept = (error) => notice(`This browser does not keep all of the conversation: ${error?.message || error?.name || error}`);
 const past = new Past({ current: () => conversation.id, open, deleted, problem: notKept });
 const keeper = new Keeper(notKept, () => past.draw());
 const exchange = new Exchange({ timeline, busy, grown: (...of) => keeper.answer(...of) });
@@ -75,7 +75,12 @@ function choose() {
   $("prompt").placeholder = placeholder(chosen);
   $("empty-text").textContent = describe(chosen);
   $("examples").replaceChildren(...examplesFor(chosen).map(example));
+  const lost = chosen.chats ? conversation.unreadable(chosen.input) : [];
+  notice(misfits() || refusal(chosen, lost, " from above; it gets the rest of the conversation."));
 }
+
+/** What hinders sending: attachments that the model does not take. */
+const misfits = () => refusal(model(), attachments.misfits, ": remove it, or choose another model.");
 
 function placeholder(chosen) {
   if (chosen.reads) return "Text to speak";
@@ -102,7 +107,7 @@ function example({ icon: name, text, action, output }) {
 
 function requestFor(draft, before = null) {
   const chosen = model();
-  const history = chosen.chats ? conversation.messages(before) : [];
+  const history = chosen.chats ? conversation.messages(before, chosen.input) : [];
   const wanted = chosen.output.length > 1 ? outputs() : chosen.output;
   return buildRequest({ model: chosen, history, draft, params: params.values(), outputs: wanted, voice: $("voice").value });
 }
@@ -112,6 +117,7 @@ function send() {
   if (exchange.running !== null || talk.active || model() === undefined) return;
   if (!text && (attachments.items.length === 0 || !model().chats)) return;
   if (!params.valid()) return;
+  if (misfits()) return notice(misfits());
   $("prompt").value = "";
   const turn = conversation.add({ text, attachments: attachments.take() });
   typed();
@@ -262,6 +268,22 @@ function deleted(id) {
   newChat();
 }
 
+/** Another tab has changed this conversation: show it so, or go on apart from it where an answer is running here. */
+async function changedElsewhere({ id, gone }) {
+  past.draw();
+  if (id !== undefined && id !== conversation.id) return;
+  if (exchange.running !== null || talk.active) {
+    keeper.apart(conversation);
+    sessionStorage.setItem(SHOWN, conversation.id);
+  } else if (gone) {
+    deleted(conversation.id);
+  } else {
+    const draft = { text: $("prompt").value, attachments: attachments.items.map(attachmentRecord) };
+    const kept = await load(id).catch(() => null);
+    if (kept !== null && id === conversation.id && exchange.running === null) show(await Conversation.from(kept), draft);
+  }
+}
+
 function keepDraft() {
   keeper.draft(conversation, $("prompt").value, attachments.items);
 }
@@ -307,6 +329,8 @@ $("model").addEventListener("change", () => {
   choose();
 });
 $("outputs").addEventListener("change", rememberOutputs);
+window.addEventListener("resize", fitPrompt);
+onOtherTab(changedElsewhere);
 
 setUpKey();
 onKey(() => connection.connect());

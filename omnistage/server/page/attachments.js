@@ -2,6 +2,7 @@
 
 import { toBase64 } from "./api.js";
 import { $, announce, bytes, el, icon, iconButton } from "./dom.js";
+import { inWords } from "./models.js";
 
 const MAX_TEXT_BYTES = 200_000; // bytes; more would fill a model's context by itself
 const AUDIO_FORMATS = ["wav", "mp3", "flac", "ogg", "opus", "m4a", "aac", "webm"];
@@ -56,11 +57,16 @@ export class Attachments {
     this.limit = 64 * 2 ** 20;
   }
 
-  /** The model's input modalities. Existing attachments stay: the service refuses what the model cannot use. */
+  /** The model's input modalities. Attachments that it does not take stay, in `misfits`: another model may. */
   accept(modalities) {
     this.accepted = new Set([...modalities, "text"]);
     const types = [...this.accepted].map((kind) => `${kind}/*`);
     $("file").accept = [...types, ".json,.md,.csv,.log,.yaml,.yml,.py,.js"].join(",");
+  }
+
+  /** Names of attachments that the model does not take. */
+  get misfits() {
+    return this.items.filter(({ kind }) => !this.accepted.has(kind)).map(({ name }) => name);
   }
 
   get size() {
@@ -75,7 +81,7 @@ export class Attachments {
     const kind = kindOf(file);
     const name = file.name || "The file";
     if (kind === null || !this.accepted.has(kind)) {
-      this.refuse(`${name} was not attached: this model takes ${[...this.accepted].sort().join(", ")}.`);
+      this.refuse(`${name} was not attached: this model takes ${inWords([...this.accepted])}.`);
       return;
     }
     // base64 is a third longer, and the rest of the body needs some room too.

@@ -203,7 +203,7 @@ export class Answer {
   /** The end: "done", "stopped" or an error. */
   finish(how, error = null) {
     const took = (performance.now() - this.began) / 1000;
-    this.close(error ? "error" : how, error?.message ?? null, this.factsOf(how, took));
+    this.close(error ? "error" : how, error?.message ?? null, error && !this.text ? [] : this.factsOf(how, took));
     if (!error) announce(how === "stopped" ? "Stopped" : `Answer: ${this.spoken()}`);
   }
 

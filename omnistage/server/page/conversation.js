@@ -17,11 +17,16 @@ export class Conversation {
   static async from({ id, messages }) {
     const conversation = new Conversation(id);
     for (let position = 0; position < messages.length; position += 2) {
+      if (messages[position] === undefined) continue; // deleted in another tab, which this one has heard of too late
       const { text, attachments } = messages[position];
       const turn = conversation.add({ text, attachments: await Promise.all(attachments.map(restored)) });
       turn.answer = messages[position + 1] ?? null;
     }
     return conversation;
+  }
+
+  renew() {
+    this.id = newId();
   }
 
   add({ text, attachments }) {
@@ -35,13 +40,21 @@ export class Conversation {
     this.turns.length = this.turns.indexOf(turn) + 1;
   }
 
-  /** What was said before a turn, or altogether. A turn without an answer is left out: it was refused or is running. */
-  messages(until = null) {
+  /**
+   * What was said before a turn, or altogether, for a model that takes these modalities. A turn without an answer is left
+   * out: it was refused or is running.
+   */
+  messages(until, input) {
     const end = until === null ? this.turns.length : this.turns.indexOf(until);
     return this.turns.slice(0, end).flatMap(({ text, attachments, answer }) => {
       if (!answer || !answer.ended || !(answer.text || (answer.chats && answer.ended === "done"))) return [];
-      return [userMessage(text, attachments), { role: "assistant", content: answer.text }];
+      return [userMessage(text, attachments.map((item) => readable(item, input))), { role: "assistant", content: answer.text }];
     });
+  }
+
+  /** Names of files in the conversation that a model of these modalities does not take. */
+  unreadable(input) {
+    return this.turns.flatMap(({ attachments }) => attachments.filter((item) => readable(item, input) !== item).map(({ name }) => name));
   }
 
   get title() {
@@ -78,6 +91,9 @@ export class Conversation {
     for (const { attachments } of this.turns) for (const { url } of attachments) if (url) URL.revokeObjectURL(url);
   }
 }
+
+/** An attachment as a model of these modalities takes it: where it does not, the words that were heard in it, if any. */
+const readable = (item, input) => (item.kind === "text" || !item.file || input.includes(item.kind) ? item : { ...item, file: null });
 
 export const attachmentRecord = ({ kind, name, file, text, heard }) => ({ kind, name, file, text, heard });
 

@@ -54,6 +54,13 @@ export class Keeper {
     this.soon(TYPING);
   }
 
+  /** Keep it as another conversation: a second tab goes on with the one that it was. */
+  apart(conversation) {
+    conversation.renew();
+    const records = conversation.turns.flatMap((turn, number) => conversation.records(number).map((record, part) => [2 * number + part, record]));
+    Object.assign(this.job(conversation), { messages: new Map(records) });
+  }
+
   forget(conversation) {
     this.jobs.delete(conversation);
     this.drafts.delete(conversation);
@@ -75,7 +82,7 @@ export class Keeper {
     for (const [conversation, { messages, end }] of this.jobs) {
       if (conversation.forgotten) continue;
       const entry = conversation.entry(this.drafts.get(conversation) ?? null);
-      this.writing = this.writing.then(() => save(entry, messages, end)).then(this.changed, this.problem);
+      this.writing = this.writing.then(() => save(entry, messages, end)).catch(this.problem).then(this.changed);
     }
     this.jobs.clear();
     return this.writing;

@@ -123,8 +123,13 @@ const TAKES = { text: "text", image: "pictures", audio: "sound", video: "video" 
 const GIVES = { text: "text", audio: "speech", image: "pictures", video: "video" };
 const together = new Intl.ListFormat("en", { type: "conjunction" });
 
+const words = (names, kinds) => together.format(Object.keys(names).filter((kind) => kinds.includes(kind)).map((kind) => names[kind]));
+
+/** Input modalities in words. */
+export const inWords = (kinds) => words(TAKES, kinds);
+
+/** What to say of files that a model does not take; nothing where there are none. */
+export const refusal = (model, names, end) => (names.length ? `${model.id} does not take ${together.format(names)}${end}` : "");
+
 /** A model's inputs and outputs, in a sentence. */
-export function describe(model) {
-  const words = (names, kinds) => together.format(Object.keys(names).filter((kind) => kinds.includes(kind)).map((kind) => names[kind]));
-  return `${model.id} takes ${words(TAKES, model.input)}, and answers with ${words(GIVES, model.output)}.`;
-}
+export const describe = (model) => `${model.id} takes ${inWords(model.input)}, and answers with ${words(GIVES, model.output)}.`;

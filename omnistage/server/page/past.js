@@ -30,8 +30,8 @@ export class Past {
 
   row(entry) {
     const { id, title, updated, turns } = entry;
-    const details = `${TIME.format(updated)} · ${turns === 1 ? "1 message" : `${turns} messages`} · ${bytes(entry.bytes)}`;
-    const name = el("button", { type: "button", class: "past-open" }, el("span", {}, title), el("small", { class: "muted" }, details));
+    const details = `${TIME.format(updated)} · ${turns === 1 ? "1 message" : `${turns} messages`}`;
+    const name = el("button", { type: "button", class: "past-open", title: `${title} (${bytes(entry.bytes)})` }, el("span", {}, title), el("small", { class: "muted" }, details));
     if (id === this.current()) name.setAttribute("aria-current", "true");
     name.addEventListener("click", () => this.open(id));
     const save = iconButton("save", `Export “${title}”`, () => this.export(entry));

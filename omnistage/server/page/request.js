@@ -6,8 +6,8 @@ const PARTIAL_IMAGES = 3;
 
 /** A user's message: plain text where there are no attachments, which reads best in snippets. */
 export function userMessage(text, attachments) {
-  if (attachments.length === 0) return { role: "user", content: text };
   const parts = attachments.map(partOf).filter((part) => part !== null);
+  if (parts.length === 0) return { role: "user", content: text || attachments.map(({ name }) => name).join(", ") };
   if (text) parts.push({ type: "text", text });
   return { role: "user", content: parts };
 }

@@ -7,6 +7,13 @@ const MAX_CONVERSATION = 128 * 2 ** 20;
 const DRAFT_DAYS = 1; // after which a draft without a message is forgotten
 
 let opening = null;
+let full = false; // no more files fit
+const tabs = new BroadcastChannel("omnistage.conversations");
+
+/** `change({id, gone})` is called when another tab has written a conversation, or deleted it; without an id all of them. */
+export function onOtherTab(change) {
+  tabs.addEventListener("message", ({ data }) => change(data));
+}
 
 function database() {
   opening ??= new Promise((resolve, reject) => {
@@ -41,38 +48,62 @@ export async function listed() {
   return all.filter(({ title }) => title).sort((a, b) => b.updated - a.updated);
 }
 
-/** A conversation's entry in the index and its messages; null for one that is not there. */
+/** A conversation's entry in the index and its messages by position; null for one that is not there. */
 export async function load(id) {
-  let entry;
-  const messages = await inTransaction("readonly", (conversations, store) => {
+  let entry, keys;
+  const found = await inTransaction("readonly", (conversations, store) => {
     entry = conversations.get(id);
+    keys = store.getAllKeys(messagesOf(id));
     return store.getAll(messagesOf(id));
   });
+  const messages = []; // an answer that another tab waited for is missing
+  keys.result.forEach(([, position], index) => (messages[position] = found[index]));
   return entry.result === undefined ? null : { ...entry.result, messages };
 }
 
-/** Keep an entry, and messages by their positions; those from `end` on are dropped. */
-export function save(entry, messages = new Map(), end = Infinity) {
-  const fits = entry.bytes <= MAX_CONVERSATION;
+/** Keep an entry, and messages by their positions; those from `end` on are dropped. Full storage keeps texts only. */
+export async function save(entry, messages = new Map(), end = Infinity) {
+  const bare = () => put({ ...entry, draft: entry.draft && withoutFiles(entry.draft) }, messages, end, false);
+  const whole = () => put(entry, messages, end, entry.bytes <= MAX_CONVERSATION);
+  const before = full;
+  try {
+    await (full ? bare() : whole());
+  } catch (error) {
+    if (error?.name !== "QuotaExceededError") throw error;
+    full = true; // a further try with files would take room that the browser gives back late
+    await bare().catch(() => {
+      throw new Error("its storage is full; delete conversations to make room.");
+    });
+  }
+  // A draft, and an answer that grows, are of no interest to other tabs.
+  if ([...messages.values()].some(({ ended }) => ended !== null)) tabs.postMessage({ id: entry.id });
+  if (full && !before) throw new Error("its storage is full. Only text is kept now; delete conversations to make room.");
+}
+
+function put(entry, messages, end, files) {
   return inTransaction("readwrite", (conversations, store) => {
     if (end !== Infinity) store.delete(messagesOf(entry.id, end));
-    for (const [position, message] of messages) store.put(fits ? message : withoutFiles(message), [entry.id, position]);
+    for (const [position, message] of messages) store.put(files ? message : withoutFiles(message), [entry.id, position]);
     conversations.put(entry);
   });
 }
 
-export function remove(id) {
-  return inTransaction("readwrite", (conversations, store) => {
+export async function remove(id) {
+  full = false;
+  await inTransaction("readwrite", (conversations, store) => {
     conversations.delete(id);
     store.delete(messagesOf(id));
   });
+  tabs.postMessage({ id, gone: true });
 }
 
-export function removeAll() {
-  return inTransaction("readwrite", (conversations, store) => {
+export async function removeAll() {
+  full = false;
+  await inTransaction("readwrite", (conversations, store) => {
     conversations.clear();
     store.clear();
   });
+  tabs.postMessage({ gone: true });
 }
 
 /** Bring everything below the bound: files of the oldest conversations go first, never those of `current`. */
@@ -86,7 +117,8 @@ export async function trim(current) {
     if (total <= MAX_BYTES) return;
     if (!entry.files) continue;
     const { messages } = await load(entry.id);
-    const bare = new Map(messages.map((message, position) => [position, withoutFiles(message)]));
+    const bare = new Map();
+    messages.forEach((message, position) => bare.set(position, withoutFiles(message)));
     total -= entry.bytes;
     await save({ ...entry, files: false, bytes: 0 }, bare);
   }

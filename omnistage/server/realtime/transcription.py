@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import re
 from collections.abc import Awaitable, Callable
 
 import numpy as np
@@ -33,7 +34,8 @@ from omnistage.server.service import ServedModel, Service
 
 ENDPOINT = "WS /v1/realtime transcription"
 _EVENT = "conversation.item.input_audio_transcription"
-_OPENAI_MODELS = ("whisper-1", "gpt-4o-transcribe", "gpt-4o-mini-transcribe", "gpt-4o-transcribe-diarize")
+_OPENAI_MODEL = re.compile(r"whisper-1|gpt-([a-z0-9.]+-)*transcribe")
+"""How the names of OpenAI's models begin, of today's and of new ones."""
 _ENGLISH = ("en", "english")
 _MAX_RUNNING = 4
 """Turns of one session that are transcribed at once."""
@@ -49,7 +51,7 @@ def transcriber_of(
     allowed = [m for m in service.models.values() if holder.models is None or m.name in holder.models]
     able = [m for m in allowed if isinstance(m.omni.processor, SpeechRecognizer | Transcriber) and _hears(m)]
     named = next((model for model in allowed if model.name == settings.model), None)
-    if named is None and settings.model is not None and not settings.model.startswith(_OPENAI_MODELS):
+    if named is None and settings.model is not None and not _OPENAI_MODEL.match(settings.model):
         known = ", ".join(model.name for model in able) or "none"
         raise InvalidRequestError(
             f"there is no model {short_repr(settings.model)}; models that transcribe: {known}", param=f"{param}.model"

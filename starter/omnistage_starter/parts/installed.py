@@ -56,6 +56,8 @@ def damaged(distribution: metadata.Distribution) -> list[str]:
     for file in distribution.files or ():
         if file.hash is None:  # the record itself, and compiled bytecode
             continue
+        if file.parts[0] == "..":  # a script, which we do not run; a moved environment has another interpreter in it
+            continue
         path = Path(str(file.locate()))
         if not path.is_file() or _digest(path, file.hash.mode) != file.hash.value:
             bad.append(str(file))

@@ -31,10 +31,13 @@ _Drawing = Annotated[DiffusionParams, max_items(len(DiffusionParams.model_fields
 Modalities = Annotated[tuple[Literal["text", "audio", "image"], ...], max_items(MAX_MODALITIES)]
 NO_VIDEOS = "videos are made by jobs; use /v1/videos"
 _NOT_SUPPORTED = "parameter not supported; leave it out"
-_ERROR_PATHS = {
-    "structured.structural_tag": "tools",
+FORMAT_PATHS = {
     "structured.json_schema": "response_format.json_schema.schema",
     "structured": "response_format",
+}
+_ERROR_PATHS = {
+    **FORMAT_PATHS,
+    "structured.structural_tag": "tools",
     "voice": "audio.voice",
     "prompt": "messages",
     "thinking": "chat_template_kwargs.enable_thinking",
@@ -106,7 +109,6 @@ class ChatRequest(SamplingFields, TemplateFields, ToolFields):
     chat_template: Annotated[None, only(why="is the model's own; leave it out")] = None
     echo: Annotated[Literal[False] | None, only(False, why=_NOT_SUPPORTED)] = None
     include_reasoning: Annotated[Literal[True] | None, only(True, why=_NOT_SUPPORTED)] = None
-    thinking_token_budget: Annotated[None, only(why=_NOT_SUPPORTED)] = None
     use_audio_in_video: bool = False
     drawing: _Drawing | None = Field(default=None, description="For models that draw.")
 

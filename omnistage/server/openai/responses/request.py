@@ -20,7 +20,7 @@ from omnistage.server.observe.audit import note_ignored
 from omnistage.server.openai.base import MAX_MODALITIES, IgnoredOptions, Metadata, WireModel, max_items, only
 from omnistage.server.openai.chat.messages import MAX_MESSAGES, UncheckedMessages
 from omnistage.server.openai.extensions import STRUCTURED_PATHS, Effort, StructuredOutputs
-from omnistage.server.openai.request_models import MAX_STOP, AudioOptions, Finite, LoraField, SamplesText, Seed
+from omnistage.server.openai.request_models import MAX_STOP, AudioOptions, Finite, LoraField, SamplesText, Seed, TopK
 from omnistage.server.openai.responses.tools import ResponseToolFields, as_messages
 from omnistage.server.openai.tools import ExactSchema, JsonSchema
 
@@ -172,7 +172,7 @@ class ResponsesRequest(SamplesText, ResponseToolFields):
     previous_response_id: str | None = Field(default=None, max_length=256)
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     # vLLM's
-    top_k: int | None = None
+    top_k: TopK | None = None
     min_p: Finite | None = None
     presence_penalty: Finite | None = None
     frequency_penalty: Finite | None = None
