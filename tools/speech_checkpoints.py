@@ -211,6 +211,13 @@ def _vocab(size: int) -> dict[str, int]:
     return {"input_vocab_size": size, "output_vocab_size": size}
 
 
+def _fill_codebooks(model: Any) -> None:
+    """Those of a new model are zeros: whatever is generated would sound the same."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("codebook.embed"):
+            buffer.copy_(torch.randn_like(buffer))
+
+
 def _bark(folder: Path, model_type: str) -> None:
     sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "block_size": 1024}
     codec = transformers.EncodecConfig(num_filters=4, hidden_size=16, codebook_size=1024, codebook_dim=16)
@@ -222,7 +229,9 @@ def _bark(folder: Path, model_type: str) -> None:
         fine_acoustics_config=transformers.BarkFineConfig(**sizes, **_vocab(1056)),
         codec_config=codec,
     )
-    transformers.BarkModel(config).save_pretrained(folder)
+    model = transformers.BarkModel(config)
+    _fill_codebooks(model)
+    model.save_pretrained(folder)
     kinds = transformers.models.bark.generation_configuration_bark
     parts = {
         "semantic_config": kinds.BarkSemanticGenerationConfig(max_new_tokens=24),
@@ -249,6 +258,7 @@ def _musicgen(folder: Path, model_type: str) -> None:
         transformers.MusicgenMelodyForConditionalGeneration if melody else transformers.MusicgenForConditionalGeneration
     )
     model = cls(config)
+    _fill_codebooks(model)
     ends = {"pad_token_id": 64, "bos_token_id": 64, "decoder_start_token_id": 64}
     model.generation_config = transformers.GenerationConfig(**ends, do_sample=True, guidance_scale=3.0, max_length=16)
     model.save_pretrained(folder)

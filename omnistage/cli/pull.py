@@ -77,13 +77,13 @@ def list_bundles() -> None:
 
 def _bundle(name: str) -> Bundle:
     from omnistage.core.bundle import bundles, find_bundle
+    from omnistage.core.graph import did_you_mean
     from omnistage.models.registry import REGISTRY
 
     families = REGISTRY.families().values()
     bundle = find_bundle(name, families)
     if bundle is None:
-        known = ", ".join(bundles(families)) or "none"
-        raise InvalidRequestError(f"unknown bundle {name!r}; known: {known}", param="BUNDLE")
+        raise InvalidRequestError(f"unknown bundle {name!r}; {did_you_mean(name, bundles(families))}", param="BUNDLE")
     return bundle
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from omnistage.cli.common import Report, err, out, progress_bar
 from omnistage.cli.options import ModelOptions, option
-from omnistage.core.errors import CheckpointError, ConfigError, InvalidRequestError
+from omnistage.core.errors import CheckpointError, ConfigError, InternalError, InvalidRequestError
 
 if TYPE_CHECKING:
     from omnistage.bench.fidelity import Observation
@@ -152,6 +152,7 @@ class _Job:
         if any(isinstance(stage, kinds) and stage.quantize is not None for stage in stages.values()):
             raise ConfigError("this model is quantised already; quantise the original", param="MODEL")
         self._configs = {name: config for name, stage in stages.items() if isinstance(stage, kinds)}
+        self._text = [name for name, stage in stages.items() if isinstance(stage, ARStageConfig)]
         self._original: Observation | None = None
         self._errors: dict[str, float] | None = None
         self._temporary: Path | None = None
@@ -201,9 +202,13 @@ class _Job:
 
         if self._errors is None:
             eager = [f"{name}.{key}=false" for name in self._configs for key in ("cuda_graphs", "compile")]
+            # Layers that stand for others, or whose weights are packed, are not the ones that a scheme takes.
+            plain = [f"{name}.{key}=false" for name in self._text for key in ("merge_linears", "pack_weights")]
             self._report("layers", 0.0)
-            with self._options.load(self._model, overrides=eager, progress=False) as omni:
+            with self._options.load(self._model, overrides=[*eager, *plain], progress=False) as omni:
                 found = layer_errors(omni, self._configs, self._kept, self._prompts[0])
+            if not found:
+                raise InternalError("no layer was found whose error could be measured")
             self._errors = {name: found[name] for name in worst_first(found)}
         return self._errors
 

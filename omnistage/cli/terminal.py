@@ -60,9 +60,9 @@ class WordWrap:
                     self._blanks += " "
                 continue
             length = cell_len(character)
-            if self._overlong:
+            if self._overlong and length == 1:
                 written.append(character)  # the terminal breaks it: an address stays one that can be copied
-                self._column = self._column + length if self._column + length <= width else length
+                self._column = self._column + 1 if self._column < width else 1
                 continue
             if length > 1:
                 written.append(self._end_word(width))
@@ -79,9 +79,10 @@ class WordWrap:
         blanks, word = self._blanks, self._word
         self._blanks, self._word = "", ""
         length = cell_len(word)
-        if self._column and self._column + len(blanks) + length > width:
+        if self._column + len(blanks) + length > width:
+            end = "\n" if self._column else ""
             self._column = length
-            return f"\n{word}"
+            return f"{end}{word}"
         self._column += len(blanks) + length
         return blanks + word
 

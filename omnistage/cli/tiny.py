@@ -112,7 +112,8 @@ def _part_folders(folder: Path) -> list[Path]:
 
 
 def find_family(name: str) -> Family:
-    """A family by its name or an alias. Raises `UnsupportedModelError` that lists the families."""
+    """A family by its name or an alias. Raises `UnsupportedModelError`."""
+    from omnistage.core.graph import did_you_mean
     from omnistage.core.validation import short_repr
     from omnistage.models.registry import REGISTRY
 
@@ -120,6 +121,5 @@ def find_family(name: str) -> Family:
     for family in families.values():
         if name == family.name or name in family.aliases:
             return family
-    raise UnsupportedModelError(
-        f"there is no family {short_repr(name)}; families: {', '.join(families) or 'none'}", param="FAMILY"
-    )
+    near = did_you_mean(name, families, limit=3)
+    raise UnsupportedModelError(f"there is no family {short_repr(name)}; {near}", param="FAMILY")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,10 +11,13 @@ from torch import nn
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import ARComponent, ARSpec, KVShape, StateShape
 from omnistage.engines.ar.cpu_kernels import apply_cpu_kernels
+from omnistage.hf import transformers
 from omnistage.models.loading import freeze, kv_shape, positive, use_paged_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from omnistage.engines.ar.sharding import RankGroup
 
 
 class DecoderComponent(ARComponent):
@@ -63,6 +67,27 @@ class DecoderComponent(ARComponent):
         self.device, self.dtype = model.device, model.dtype
         use_paged_attention(decoder)
         apply_cpu_kernels(model)
+
+    def shard(self, group: RankGroup, device: torch.device) -> None:
+        """Other ranks leave out the networks that lead to the decoder, like encoders, which rank 0 runs alone."""
+        from omnistage.engines.ar.sharding import shard_model
+
+        names = {module: name for name, module in self.model.named_modules()}
+        head = names.get(self._head)
+        heads = dict(zip(self.attention_modules, (shape[0] for shape in self.spec.kv_shapes), strict=True))
+        if shard_model(self.model, self.decoder, None if head is None else self._head, heads, group):
+            shapes = tuple((heads // group.size, key, value) for heads, key, value in self.spec.layer_shapes)
+            self.spec = replace(self.spec, num_kv_heads=self.spec.num_kv_heads // group.size, layer_shapes=shapes)
+        if head is not None:
+            self._head = self.model.get_submodule(head)
+        if group.rank:
+            running = {module for decoder in self.decoders for module in decoder.modules()}
+            for module, name in names.items():
+                whole = isinstance(module, transformers.PreTrainedModel) and name
+                if whole and running.isdisjoint(module.modules()):
+                    self.model.set_submodule(name, nn.Identity())
+        self.model.to(device)
+        self.device = device
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:

@@ -207,9 +207,8 @@ def test_full_storage_still_keeps_text_and_says_so(page: Page, tmp_path: Path) -
     page.evaluate(
         """() => {
           const put = IDBObjectStore.prototype.put;
-          const isObject = (value) => value !== null && typeof value === "object";
-          const holdsFile = (value) =>
-            value instanceof Blob || (isObject(value) && Object.values(value).some(holdsFile));
+          const holdsFile = (value) => value instanceof Blob
+            || (value !== null && typeof value === "object" && Object.values(value).some(holdsFile));
           IDBObjectStore.prototype.put = function (value, ...key) {
             if (holdsFile(value)) throw new DOMException("", "QuotaExceededError");
             return put.call(this, value, ...key);

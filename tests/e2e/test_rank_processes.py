@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+from PIL import Image
 
 from omnistage.core.errors import StageLostError
 from omnistage.core.params import SamplingParams
@@ -16,10 +20,13 @@ from omnistage.core.stage import StageState
 from omnistage.core.types import FinishReason
 from omnistage.engines.ar.parallel import ParallelStage
 from omnistage.models.causal_lm import tiny
+from omnistage.models.registry import REGISTRY
 from omnistage.omni import Omni
 from omnistage.pipeline import supervision
+from omnistage.pipeline.outputs import OmniRequestOutput
 from omnistage.pipeline.ranks import Ranks
 from omnistage.placement.worker_process import LocalProcess
+from tests.e2e.harness import SMALL_POOLS, SPEECH_MODELS
 from tests.unit.placement_harness import eventually
 
 pytestmark = pytest.mark.timeout(300)
@@ -67,6 +74,30 @@ def test_answers_are_those_of_one_process(omni: Omni, folder: Path) -> None:
     with start(folder) as alone:
         expected = answers(alone)
     assert answers(omni) == expected
+
+
+def test_pictures_and_speech_over_ranks_are_those_of_one_process(tmp_path: Path) -> None:
+    """Rank 0 encodes the picture, whose rows go to deeper layers of all ranks, and predicts what a frame holds more."""
+    speech = SPEECH_MODELS["qwen3_omni_moe"]
+    tiny_model = REGISTRY.family(speech.family).tiny
+    assert tiny_model is not None
+    tiny_model(tmp_path / "model", seed=7)
+    picture = io.BytesIO()
+    Image.radial_gradient("L").resize((56, 56)).convert("RGB").save(picture, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}"
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is this?"}]
+    messages = [{"role": "user", "content": parts}]
+
+    def answer(*settings: str) -> OmniRequestOutput:
+        with start(tmp_path / "model", *SMALL_POOLS[1:], *settings) as omni:
+            return omni.chat(messages, speech.greedy(), modalities=["text", "audio"])
+
+    ours = answer("thinker.tensor_parallel=2", "talker.tensor_parallel=2")
+    expected = answer()
+    assert ours.token_ids == expected.token_ids
+    assert ours.audio is not None
+    assert expected.audio is not None
+    np.testing.assert_allclose(ours.audio.samples, expected.audio.samples, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def test_debug_shows_the_traceback(model, monkeypatch):
         (["config", "{model}", "--device", "gpu"], "use auto, cpu"),
         (["config", "{model}", "--config", "no.yaml"], "does not exist"),
         (["verify", "./nowhere"], "there is no folder"),
-        (["tiny", "nope", "{tmp}/x"], "families: fake, bare"),
+        (["tiny", "nope", "{tmp}/x"], "known: fake, bare"),
         (["tiny", "bare", "{tmp}/x"], "has no small checkpoint"),
         (["tiny", "fake", "{model}"], "add --force"),
         (["tiny", "fake", "{model}/config.json"], "is a file"),
@@ -279,6 +279,7 @@ class FakeOmni:
     answer: OmniRequestOutput
     calls: list[tuple[str, object, dict[str, object]]]
     modalities = ("text", "audio")
+    processor = None
 
     def __call__(self, model: str, **options: object) -> FakeOmni:
         self.calls.append(("load", model, options))

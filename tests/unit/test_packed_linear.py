@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from omnistage.config import OmniEngineArgs
+from omnistage.config import OmniEngineArgs, resolve
 from omnistage.core.params import SamplingParams
 from omnistage.engines.ar import packed_linear
 from omnistage.engines.ar.cpu_kernels import WeightFirstLinear, apply_cpu_kernels
@@ -27,10 +27,12 @@ from omnistage.engines.ar.packed_linear import (
 )
 from omnistage.engines.ar.stage import ARStage
 from omnistage.engines.quantisation.transform import full_weights, is_quantised, network_bytes, quantised_layers
+from omnistage.hf import transformers
 from omnistage.models.causal_lm.component import CausalLM
 from omnistage.models.causal_lm.tiny import write
+from omnistage.models.registry import REGISTRY
 from omnistage.omni import Omni
-from omnistage.pipeline.build import build_parts
+from omnistage.pipeline.build import build_parts, plan_memory
 
 pytestmark = pytest.mark.skipif(not has_packed_float(), reason="packed float weights need x86")
 
@@ -193,3 +195,26 @@ def test_answers_are_those_of_plain_weights_alone_and_in_company(folder: Path) -
             alone = [omni.generate(prompt, params, progress=False)[0] for prompt in prompts]
             answers += [[one.outputs[0].token_ids for one in outputs] for outputs in (together, alone)]
     assert all(one == answers[0] for one in answers)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_memory_plan_counts_a_packed_head_beside_the_embedding_that_it_is(tmp_path: Path, tied: bool) -> None:
+    write(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float16)
+    model.config.tie_word_embeddings = tied
+    (tmp_path / "model.safetensors.index.json").unlink()
+    type(model)(model.config).half().save_pretrained(tmp_path)
+
+    def planned_and_loaded(pack: str) -> tuple[int, int]:
+        overrides = (f"thinker.budget.pack_weights={pack}",)
+        given = {"model": str(tmp_path), "device": "cpu", "overrides": overrides}
+        planned = plan_memory(resolve(OmniEngineArgs.parse(given), registry=REGISTRY), anywhere=True)
+        with Omni(str(tmp_path), device="cpu", overrides=overrides, progress=False) as omni:
+            loaded = network_bytes(omni.orchestrator.stages["thinker"].component.model)  # type: ignore[attr-defined]
+        return planned.stages["thinker"].memory.weights, loaded
+
+    plan, plain = planned_and_loaded("false")
+    assert plan == plain
+    packed_plan, _packed = planned_and_loaded("true")
+    head = model.config.vocab_size * model.config.hidden_size
+    assert packed_plan - plan == (max(4 * head, packed_linear._half_bytes(model.lm_head.weight)) if tied else 0)

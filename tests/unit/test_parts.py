@@ -550,6 +550,13 @@ def test_an_installed_part_is_compared_with_its_own_record(voice: Path) -> None:
     assert "damaged: some_voice/code.py" in installed_state(VOICE).message
 
 
+def test_the_interpreter_that_a_script_names_is_no_damage(voice: Path) -> None:
+    """It changes where an environment is moved or copied."""
+    with (voice / "some_voice-1.2.dist-info" / "RECORD").open("a", encoding="utf-8") as record:
+        record.write("../../bin/some-voice,sha256=AAAA,10\n")
+    assert installed_state(VOICE).ok
+
+
 def test_an_installed_part_that_agrees_with_its_record_and_not_with_the_manifest_is_refused(voice: Path) -> None:
     (voice / "some_voice" / "voice.onnx").write_bytes(b"another voice")
     record(voice)

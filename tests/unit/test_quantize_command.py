@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -21,15 +22,18 @@ from omnistage.core.errors import CheckpointError, OmniError
 from omnistage.core.params import DiffusionParams, SamplingParams
 from omnistage.core.types import OmniTokensPrompt
 from omnistage.engines.ar.cpu_kernels import apply_cpu_kernels
-from omnistage.engines.quantisation import packed
+from omnistage.engines.quantisation import numbers, packed
 from omnistage.engines.quantisation.numbers import MINIMUM, SCALE, VALUES, pack, unpack
 from omnistage.engines.quantisation.transform import Quantiser
+from omnistage.hf import transformers
 from omnistage.models.causal_lm.tiny import write
 from omnistage.models.flux.tiny import write as write_flux
 from omnistage.models.quantised_files import Mark, write_quantised
 
 needs_packed = pytest.mark.skipif(not packed.has_packed_int8(), reason="this torch has no int8 kernels")
 LOOSE = ("--gate", "token_agreement=0.5", "--gate", "kl=0.2", "--gate", "perplexity_ratio=1.2")
+PLAIN = ["thinker.pack_weights=false", "thinker.merge_linears=false"]
+BAD = "model.layers.1.mlp.down_proj"
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +92,75 @@ def test_a_scheme_made_worse_on_purpose_is_refused_and_nothing_is_written(
     assert "nothing was written" in " ".join(output.split())
     assert "of its own output" in output
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.txt"]
+
+
+@needs_packed
+def test_the_search_leaves_out_the_layers_that_were_made_worse_and_no_more_than_it_tries(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Omni(str(folder), device="cpu", overrides=PLAIN, progress=False) as omni:
+        network = omni.orchestrator.stages["thinker"].component.model  # type: ignore[attr-defined]
+        bad = network.get_submodule(BAD).weight.clone()
+    real = packed.int8_rows
+
+    def coarse(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, scale = real(weight)
+        return (torch.zeros_like(values) if torch.equal(weight, bad) else values), scale
+
+    monkeypatch.setattr(packed, "int8_rows", coarse)
+    monkeypatch.setattr(numbers, "int8_rows", coarse)
+    tight = ("--gate", "token_agreement=0.5", "--gate", "kl=0.1", "--gate", "perplexity_ratio=1.5")
+    code, output = _quantize(folder, tmp_path / "bad", tmp_path, *tight)
+    assert code == 1, output
+    assert f"{BAD}: 100.00%" in output, output
+    code, output = _quantize(folder, tmp_path / "found", tmp_path, *tight, "--search")
+    assert code == 0, output
+    recipe = json.loads((tmp_path / "found" / "quantisation.json").read_text())
+    layers = json.loads((tmp_path / "found" / "quantisation_report.json").read_text())["layers"]["thinker"]
+    assert BAD not in layers
+    assert BAD not in json.dumps(recipe).replace("[.]", ".")
+    assert len(layers) == 20, "all others are quantised"
+
+
+@torch.inference_mode()
+def test_the_figures_of_a_text_report_are_recomputed_with_transformers_alone(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    out = tmp_path / "small"
+    code, output = _quantize(folder, out, tmp_path, *LOOSE, "--scheme", "int8")
+    assert code == 0, output
+    before = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    after = copy.deepcopy(before)
+    weights: dict[str, torch.Tensor] = {}
+    for shard in out.glob("*.safetensors"):
+        weights |= load_file(shard)
+    for name in [name for name in weights if name.endswith(".values")]:
+        scale = weights.pop(name.replace(".values", ".scale"))
+        weights[name.removesuffix(".values")] = weights.pop(name).float() * scale[:, None]
+    after.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    agreement, divergence, likelihoods = [], [], {"before": [], "after": []}
+    for question in ("What is a lake?", "Name a colour."):
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=False
+        )
+        whole = before.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=6, repetition_penalty=1.0
+        )
+        logs = {}
+        for name, model in (("before", before), ("after", after)):
+            logs[name] = model(whole).logits[0].double().log_softmax(-1).numpy()
+            following = whole[0, 1:].numpy()
+            likelihoods[name].append(-logs[name][np.arange(len(following)), following].mean())
+        p, q = (logs[name][prompt.shape[1] - 1 : -1] for name in ("before", "after"))
+        agreement.append((p.argmax(1) == q.argmax(1)).mean())
+        divergence.append((np.exp(p) * (p - q)).sum(1).mean())
+    quantities = json.loads((out / "quantisation_report.json").read_text())["quantities"]
+    assert quantities["token_agreement"]["value"] == pytest.approx(np.mean(agreement))
+    assert np.mean(divergence) > 0
+    assert quantities["kl"]["value"] == pytest.approx(np.mean(divergence), rel=0.02)
+    ratio = math.exp(np.mean(likelihoods["after"]) - np.mean(likelihoods["before"]))
+    assert ratio != 1
+    assert quantities["perplexity_ratio"]["value"] == pytest.approx(ratio, abs=1e-5)
 
 
 @pytest.mark.parametrize("more", [("--gate", "kl=small"), ("--gate", "beauty=1"), ("--quantize", "int8")])

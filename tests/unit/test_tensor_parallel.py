@@ -9,14 +9,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import (
+    DeepseekV3Config,
+    Gemma2Config,
     GPT2Config,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
@@ -24,23 +28,24 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from omnistage.config import OmniEngineArgs, resolve
+from omnistage.config import ARStageConfig, OmniEngineArgs, resolve
 from omnistage.config.schema import ARBudget
 from omnistage.core.errors import ConfigError, OmniError, StageLostError, UnsupportedModelError
+from omnistage.core.family import LoadContext
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import ARInput, RequestInfo, StageInput, TokenChunk
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import ARComponent, ARSpec
 from omnistage.engines.ar.memory import block_bytes
 from omnistage.engines.ar.parallel import FollowingComponent, ParallelStage
-from omnistage.engines.ar.sharding import RankGroup, shard_model
+from omnistage.engines.ar.sharding import RankGroup
 from omnistage.engines.ar.stage import ARStage
 from omnistage.engines.ar.step_plan import Forward, Logits
 from omnistage.hf import transformers
 from omnistage.models.causal_lm import tiny
 from omnistage.models.causal_lm.component import CausalLM
 from omnistage.models.registry import REGISTRY
-from omnistage.pipeline.build import plan_memory
+from omnistage.pipeline.build import load_component, plan_memory
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -62,6 +67,24 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SIZES, head_dim=16),  # with norms over heads
     "mistral": MistralConfig(**SIZES, sliding_window=16),
     "granite": GraniteConfig(**SIZES, logits_scaling=4.0, residual_multiplier=0.5),
+    "gemma2": Gemma2Config(**SIZES, head_dim=16, sliding_window=16, attn_logit_softcapping=5.0),
+    "phi3": Phi3Config(**SIZES),  # with fused projections: every rank has all heads
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, sliding_window=None),
+    "deepseek_v3": DeepseekV3Config(
+        **SIZES,
+        first_k_dense_replace=1,  # and a layer with shared experts
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=32,
+        q_lora_rank=None,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=16,
+    ),
 }
 PROMPTS = [tuple((7 * i + 3 * j) % 131 for j in range(length)) for i, length in enumerate((40, 3, 17, 26, 9))]
 PROMPTS.append((*PROMPTS[0][:32], 5, 6))  # begins as the first does
@@ -158,7 +181,21 @@ def assert_same(ours: list[tuple[list[int], list[float]]], theirs: list[tuple[li
         assert mine == pytest.approx(reference, abs=1e-4)
 
 
-@pytest.mark.parametrize(("name", "size"), [("llama", 2), ("qwen2", 4), ("qwen3", 2), ("mistral", 2), ("granite", 2)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("llama", 2),
+        ("qwen2", 4),
+        ("qwen3", 2),
+        ("mistral", 2),
+        ("granite", 2),
+        ("gemma2", 2),
+        ("phi3", 2),
+        ("qwen3_moe", 2),
+        ("mixtral", 4),
+        ("deepseek_v3", 2),
+    ],
+)
 def test_tokens_and_log_probabilities_are_those_of_one_rank(name: str, size: int, tmp_path: Path) -> None:
     """Prompts in chunks beside generated tokens, too few blocks for all, and prefixes that are there already."""
     # 18 blocks of 8: not all of the prompts and their answers at once.
@@ -178,7 +215,7 @@ def test_keys_and_values_of_each_rank_are_its_share_of_the_heads(tmp_path: Path)
     whole, budget = causal_lm(CONFIGS["llama"]), ARBudget(kv_blocks=4)
     with parallel_stage(causal_lm(CONFIGS["llama"]), 4, budget, tmp_path) as stage:
         assert block_bytes(stage.component, 16) * 4 == block_bytes(whole, 16)
-        assert stage.component.decoder.layers[0].self_attn.k_proj.weight.shape == (8, 64)
+        assert stage.component.decoder.layers[0].self_attn.o_proj.linear.weight.shape == (64, 16)
 
 
 class Emitting(CausalLM):
@@ -202,6 +239,31 @@ def test_hidden_rows_for_the_next_stage_are_those_of_one_rank(tmp_path: Path) ->
 
     with parallel_stage(component(), 2, budget, tmp_path) as stage:
         torch.testing.assert_close(rows(stage), rows(ARStage("thinker", component(), budget)))
+
+
+def test_a_thinker_runs_over_ranks_and_the_others_leave_its_encoders_out(tmp_path: Path) -> None:
+    family = REGISTRY.family("qwen2_5_omni")
+    assert family.tiny is not None
+    family.tiny(tmp_path / "model", seed=7)
+    args = OmniEngineArgs(model=str(tmp_path / "model"), device="cpu", dtype="float32")
+    resolved = resolve(args, registry=REGISTRY)
+
+    def component(stage: str) -> Any:
+        config = resolved.config.pipeline.stages[stage]
+        assert isinstance(config, ARStageConfig)
+        context = LoadContext(resolved.model, stage, config, torch.device("cpu"), torch.float32)
+        return load_component(context, registry=REGISTRY)
+
+    budget = ARBudget(kv_blocks=64, block_size=8, prefill_chunk=8, run_ahead=False)
+    thinker = component("thinker")
+    other = copy.deepcopy(thinker)
+    other.shard(RankGroup(1, 2), torch.device("cpu"))
+    assert 3 * sum(map(torch.numel, other.model.parameters())) < sum(map(torch.numel, thinker.model.parameters()))
+    expected = run(ARStage("thinker", copy.deepcopy(thinker), budget), PROMPTS)
+    with parallel_stage(thinker, 2, budget, tmp_path) as stage:
+        assert_same(run(stage, PROMPTS), expected)
+    with pytest.raises(UnsupportedModelError, match=r"Qwen2_5OmniTalker.* has no tensor parallel plan in transformers"):
+        component("talker").shard(RankGroup(0, 2), torch.device("cpu"))
 
 
 def test_a_step_that_fails_on_rank_0_loses_the_stage(tmp_path: Path) -> None:
@@ -237,20 +299,38 @@ def test_heads_that_cannot_be_divided_evenly_are_refused_with_what_can() -> None
         shard(CONFIGS["llama"], 3)
     with pytest.raises(ConfigError, match=r"num_key_value_heads of 4, which 8 ranks .* tensor_parallel: 1 or 2 or 4"):
         shard(CONFIGS["llama"], 8)
+    component = causal_lm(CONFIGS["llama"])
+    component.spec = replace(component.spec, layer_shapes=((4, 8, 8), (3, 8, 8)))
     with pytest.raises(ConfigError, match=r"KV heads in layer 1 of 3, which 2 ranks .* tensor_parallel: 1"):
-        shard_model(causal_lm(CONFIGS["llama"]).model, RankGroup(0, 2), [4, 3])
+        component.shard(RankGroup(0, 2), torch.device("cpu"))
     uneven = LlamaConfig(**{**SIZES, "intermediate_size": 98})
-    with pytest.raises(ConfigError, match="intermediate_size of 98"):
+    with pytest.raises(ConfigError, match=r"width of .*mlp.gate_proj of 98"):
         shard(uneven, 4)
 
 
 def test_models_whose_plan_is_not_served_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel .* tensor_parallel: 1"):
         shard(GPT2Config(n_layer=1, n_embd=64, n_head=4, vocab_size=100), 2)
-    with pytest.raises(UnsupportedModelError, match=r"Phi3ForCausalLM .* tensor_parallel: 1"):
-        shard(Phi3Config(**{**SIZES, "pad_token_id": 0}), 2)
-    with pytest.raises(UnsupportedModelError, match=r"Qwen3MoeForCausalLM .* tensor_parallel: 1"):
-        shard(Qwen3MoeConfig(**SIZES, head_dim=16, num_experts=4, moe_intermediate_size=32), 2)
+    with pytest.raises(ConfigError, match=r"Qwen3MoeForCausalLM .* width of .*mlp.experts of 33.* tensor_parallel: 1"):
+        shard(Qwen3MoeConfig(**SIZES, head_dim=16, num_experts=4, moe_intermediate_size=33), 2)
+
+
+def test_experts_whose_shares_do_not_add_up_are_refused_by_name() -> None:
+    component = causal_lm(CONFIGS["qwen3_moe"])
+    experts = component.decoder.layers[1].mlp.experts
+
+    class Interleaved(type(experts)):  # type: ignore[misc]
+        def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            out = torch.zeros_like(hidden)
+            for row, (chosen, shares) in enumerate(zip(index, weights, strict=True)):
+                for expert, share in zip(chosen, shares, strict=True):
+                    both = self.gate_up_proj[expert] @ hidden[row]
+                    out[row] += share * (self.down_proj[expert] @ (self.act_fn(both[::2]) * both[1::2]))
+            return out
+
+    experts.__class__ = Interleaved
+    with pytest.raises(UnsupportedModelError, match=r"layers.1.mlp.experts otherwise than by the sum of its shares"):
+        component.shard(RankGroup(0, 2), torch.device("cpu"))
 
 
 class OtherFamily(ARComponent):

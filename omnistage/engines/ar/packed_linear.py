@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +20,12 @@ from torch import nn
 from omnistage.core.memory import trim_heap
 from omnistage.engines.ar.cpu_kernels import WeightFirstLinear
 from omnistage.engines.ar.merged import MergedLinear, merge_linears
+
+if TYPE_CHECKING:
+    from omnistage.config.schema import ARBudget
+    from omnistage.engines.ar.component import ARComponent
+
+Layer = TypeVar("Layer", bound=nn.Module)
 
 _PACKED_FOR_ROWS = 16
 """oneDNN chooses a layout for so many rows; products of other numbers of rows are as fast with it."""
@@ -83,6 +90,21 @@ def has_packed_float() -> bool:
     return "fbgemm" in torch.backends.quantized.supported_engines and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
 
+def packs(component: ARComponent, budget: ARBudget) -> bool:
+    """Whether a stage on the CPU packs weights: not where layers read them themselves, nor what is compiled."""
+    spec = component.spec
+    alone = spec.own_state is not None or spec.grouped or spec.states
+    return budget.pack_weights and not alone and budget.compile is not True and has_packed_float()
+
+
+def packed_copies(component: ARComponent) -> int:
+    """Bytes at most of packed heads whose plain weights stay, because they are the embedding."""
+    embedded = {id(each.weight) for each in _modules(component.modules, nn.Embedding)}
+    weights = (head.weight for head in _modules(component.heads, nn.Linear))
+    copied = [each for each in weights if id(each) in embedded and each.dtype == torch.float32]
+    return sum(max(each.nbytes, _half_bytes(each)) for each in copied)
+
+
 def can_pack(module: nn.Module) -> bool:
     """A linear layer in float32 on the CPU without a forward of its own."""
     weight = module._parameters.get("weight")
@@ -130,8 +152,7 @@ def pack_layer(layer: nn.Linear) -> None:
         torch.backends.quantized.engine = engine
     layer.__class__ = HalfLinear
     layer._packed, layer._scale = packed, scale  # type: ignore[assignment]
-    rows, columns = weight.shape
-    layer.weight_bytes = 2 * _padded(columns, _HALF_BLOCK[0]) * _padded(rows, _HALF_BLOCK[1])  # type: ignore[assignment]
+    layer.weight_bytes = _half_bytes(weight)  # type: ignore[assignment]
 
 
 @torch.no_grad()
@@ -144,6 +165,16 @@ def half_scale(weight: torch.Tensor) -> float | None:
         return None
     scale = math.ldexp(1.0, math.frexp(largest)[1] - _LARGEST_EXPONENT)
     return scale if _in_half(weight / scale) else None
+
+
+def _half_bytes(weight: torch.Tensor) -> int:
+    rows, columns = weight.shape
+    return 2 * _padded(columns, _HALF_BLOCK[0]) * _padded(rows, _HALF_BLOCK[1])
+
+
+def _modules(networks: Sequence[nn.Module], kind: type[Layer]) -> Iterator[Layer]:
+    for network in networks:
+        yield from (module for module in network.modules() if isinstance(module, kind))
 
 
 def _padded(size: int, block: int) -> int:

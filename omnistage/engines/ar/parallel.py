@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from omnistage.config.schema import ARBudget
-from omnistage.core.errors import InternalError, UnsupportedModelError
-from omnistage.core.types import ARInput, RequestInfo
+from omnistage.core.errors import InternalError
+from omnistage.core.types import ARInput, MediaSpan, RequestInfo
 from omnistage.engines.ar.attention import BatchLayout, PagedContext, bind_caches, current, make_backend
 from omnistage.engines.ar.attention.float8_cache import FLOAT8, new_caches
-from omnistage.engines.ar.component import ARComponent
+from omnistage.engines.ar.component import ARComponent, Choose
 from omnistage.engines.ar.memory import kv_dtype_of, max_length_of, plan_blocks, zeros
 from omnistage.engines.ar.prepared_layers import prepare_layers
 from omnistage.engines.ar.sharding import RankGroup
@@ -27,19 +27,14 @@ _PLAIN_STEPS = {"cuda_graphs": False, "compile": False, "run_ahead": False}
 
 
 class LeadingRank(ARComponent):
-    """Rank 0's share of a component; runs each step with the other ranks."""
+    """Rank 0's share of a component; runs each step with the other ranks. What leads to the decoder's input and comes
+    of its output is computed here alone."""
 
     def __init__(self, inner: ARComponent, ranks: OtherRanks, block_size: int) -> None:
-        spec = inner.spec
-        if spec.side_input or spec.residual is not None or spec.deep_size:
-            raise UnsupportedModelError(
-                f"{type(inner).__name__} takes more than a prompt's tokens, so it cannot run on several ranks yet; set "
-                "tensor_parallel: 1 for its stage"
-            )
         self._inner = inner
         self._ranks = ranks
         self._block_size = block_size
-        self.spec, self.decoder = spec, inner.decoder
+        self.spec, self.decoder = inner.spec, inner.decoder
         self.device, self.dtype = inner.device, inner.dtype
         self.eos_token_ids, self.suppress_token_ids = inner.eos_token_ids, inner.suppress_token_ids
         self.tokenizer = inner.tokenizer
@@ -63,12 +58,42 @@ class LeadingRank(ARComponent):
     def emit(self, embeds: torch.Tensor, hidden: torch.Tensor, media: torch.Tensor) -> torch.Tensor:
         return self._inner.emit(embeds, hidden, media)
 
+    def media_bytes(self, tokens: int) -> int:
+        return self._inner.media_bytes(tokens)
+
+    def encode(self, span: MediaSpan) -> torch.Tensor:
+        return self._inner.encode(span)
+
+    def add_side(self, embeds: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return self._inner.add_side(embeds, rows)
+
+    def final_side_rows(self) -> torch.Tensor:
+        return self._inner.final_side_rows()
+
+    def predict(self, hidden: torch.Tensor, token_ids: torch.Tensor, choose: Choose) -> torch.Tensor:
+        return self._inner.predict(hidden, token_ids, choose)
+
+    def embed_frames(self, frames: torch.Tensor) -> torch.Tensor:
+        return self._inner.embed_frames(frames)
+
     def forward(self, embeds: torch.Tensor, positions: torch.Tensor, paged: PagedContext) -> torch.Tensor:
-        if paged.layout is None:
-            raise InternalError("a step of several ranks needs its layout")
         try:
-            self._send(self._plan(paged.layout), embeds, positions)
+            self._send(self._plan(paged), embeds, positions)
             return self._inner.forward(embeds, positions, paged)
+        except BaseException as error:  # the boundary of a step that others compute, too
+            raise self._ranks.fail(error) from error
+
+    def forward_media(
+        self,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        paged: PagedContext,
+        places: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        try:
+            self._send(self._plan(paged, len(rows)), embeds, positions, places, rows)
+            return self._inner.forward_media(embeds, positions, paged, places, rows)
         except BaseException as error:  # the boundary of a step that others compute, too
             raise self._ranks.fail(error) from error
 
@@ -84,10 +109,12 @@ class LeadingRank(ARComponent):
         for tensor in tensors:
             self._ranks.group.broadcast(tensor.contiguous())
 
-    def _plan(self, layout: BatchLayout) -> Forward:
+    def _plan(self, paged: PagedContext, deep_rows: int | None = None) -> Forward:
+        if (layout := paged.layout) is None:
+            raise InternalError("a step of several ranks needs its layout")
         counts = (-(-layout.sequence_lengths // self._block_size)).tolist()
         tables = [table[:count] for table, count in zip(layout.block_tables, counts, strict=True)]
-        return Forward(layout.query_lengths, layout.sequence_lengths, np.concatenate(tables))
+        return Forward(layout.query_lengths, layout.sequence_lengths, np.concatenate(tables), deep_rows)
 
 
 class FollowingComponent:
@@ -130,7 +157,14 @@ class FollowingComponent:
         paged = current.paged = PagedContext(
             self._backend, upload(slots, device), self._backend.plan(layout, device), layout
         )
-        component.forward(embeds, positions, paged)
+        if step.deep_rows is None:
+            component.forward(embeds, positions, paged)
+            return
+        places = torch.empty(tokens, device=device, dtype=torch.bool)
+        rows = torch.empty(step.deep_rows, spec.deep_size, device=device, dtype=dtype)
+        self.group.broadcast(places)
+        self.group.broadcast(rows)
+        component.forward_media(embeds, positions, paged, places, rows)
 
     def _layout(self, step: Forward) -> tuple[BatchLayout, np.ndarray]:
         """The layout that rank 0 has, and the slots of this step's tokens."""

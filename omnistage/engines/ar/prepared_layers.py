@@ -8,7 +8,7 @@ from omnistage.engines.ar.adapters import install_adapters
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.experts import set_experts
 from omnistage.engines.ar.merged import merge_linears
-from omnistage.engines.ar.packed_linear import pack_layers
+from omnistage.engines.ar.packed_linear import pack_layers, packs
 from omnistage.engines.compiling import MIN_SIZE, compile_layers, worth_compiling
 
 
@@ -24,7 +24,7 @@ def prepare_layers(
     if component.device.type == "cuda" if budget.merge_linears == "auto" else budget.merge_linears:
         for decoder in component.decoders:
             merge_linears(decoder)
-    if _packs(component, budget):
+    if component.device.type == "cpu" and packs(component, budget):
         pack_layers(component.decoders, component.heads, merge=budget.merge_linears is not False)
     install_adapters(adapters, component, budget)
     if component.spec.states:
@@ -35,13 +35,3 @@ def prepare_layers(
             compile_layers(decoder.layers)  # type: ignore[arg-type]
         sizes = tuple(sorted({max(size, MIN_SIZE) for size in sizes}))
     return sizes
-
-
-def _packs(component: ARComponent, budget: ARBudget) -> bool:
-    """Not recurrent layers, which read weights themselves, nor what is compiled: a compiler has kernels of its own."""
-    return (
-        budget.pack_weights
-        and component.device.type == "cpu"
-        and not component.spec.states
-        and budget.compile is not True
-    )

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,10 @@ _WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce", "embedding_ro
 """Styles of what every rank computes with whole weights; the embedding is rank 0's alone."""
 _MAX_ADVISED = 16
 _GATHERED = frozenset({"colwise_gather_output", "colwise_rep"})
+_EXPERT_STYLES = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
+_EXPERT_TOLERANCE = 0.02
+"""Of a relative difference, also in 16 bits; another order of weights differs by more than 0.1."""
+_HEAD_STYLES = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 
 
 class RankGroup:
@@ -122,62 +127,180 @@ class GatheredLinear(nn.Module):
         return torch.cat(self._group.all_gather(out), dim=-1)[..., : self.out_features]
 
 
-def shard_model(model: PreTrainedModel, group: RankGroup, kv_heads: Sequence[int]) -> None:
-    """Leave a rank its share of a model's weights. Raises, with the model unchanged, where that cannot be exact.
+class SplitInputLinear(RowParallelLinear):
+    """The same where each rank has all inputs, and takes its share of them."""
 
-    `kv_heads`: of each layer, where they are known to be others than the config says.
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        width = self.linear.in_features
+        return super().forward(x.narrow(-1, self._group.rank * width, width))
+
+
+_ROWS: dict[str, type[RowParallelLinear]] = {"rowwise": RowParallelLinear, "rowwise_split_input": SplitInputLinear}
+
+
+@dataclass(frozen=True, slots=True)
+class _Division:
+    """What of a model is divided, by the names of modules."""
+
+    linear: dict[str, str]
+    """Style of each linear layer."""
+    experts: list[str]
+    heads: bool
+    """Each rank has a share of the heads; else all of them, with what leads to them and from them divided."""
+
+
+def shard_model(
+    model: PreTrainedModel,
+    decoder: nn.Module,
+    head: nn.Module | None,
+    attention: Mapping[nn.Module, int],
+    group: RankGroup,
+) -> bool:
+    """Leave a rank its share of the weights of a model's decoder and head; whether KV heads are divided, too.
+
+    Raises, with the model unchanged, where that cannot be exact. `attention` has the KV heads of each module.
     """
     rank, size = group.rank, group.size
-    styles = _checked_styles(model, size, kv_heads)
-    for name, style in styles.items():
+    division = _checked_division(model, decoder, head, attention, size)
+    for name, style in division.linear.items():
         module = model.get_submodule(name)
         if not isinstance(module, nn.Linear):  # checked before
             continue
         if style == "colwise":
             _slice_outputs(module, rank, size)
-        elif style == "rowwise":
+        elif style in _ROWS:
             _slice_inputs(module, rank, size)
-            model.set_submodule(name, RowParallelLinear(module, group))
+            model.set_submodule(name, _ROWS[style](module, group))
         else:
             outputs = module.out_features
             _slice_outputs(module, rank, size)
             model.set_submodule(name, GatheredLinear(module, group, outputs))
+    for name in division.experts:
+        _shard_experts(model.get_submodule(name), group)
     embedding = model.get_input_embeddings()
     if rank and isinstance(embedding, nn.Embedding):
         embedding.weight = nn.Parameter(embedding.weight.new_empty(0, embedding.embedding_dim), requires_grad=False)
+    return division.heads
 
 
-def _checked_styles(model: PreTrainedModel, size: int, kv_heads: Sequence[int]) -> dict[str, str]:
-    """The linear layers to divide, and how."""
-    kind, config = type(model).__name__, model.config.get_text_config()
+def _checked_division(
+    model: PreTrainedModel,
+    decoder: nn.Module,
+    head: nn.Module | None,
+    attention: Mapping[nn.Module, int],
+    size: int,
+) -> _Division:
+    kind = type(model).__name__
     if getattr(model.config, "quantization_config", None) is not None:
         raise _refused(kind, "has quantised weights")
     plan: dict[str, str] = model.tp_plan
     if not plan:
         raise _refused(kind, "has no tensor parallel plan in transformers")
-    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    within = set(decoder.modules()) | ({head} if head is not None else set())
+    modules = {name: module for name, module in model.named_modules() if module in within}
+    linear, experts = {}, []
+    for name in modules:
+        style = plan.get(_numbered(name), "replicate")
+        if style == "moe_tp_experts":
+            experts.append(name)
+        elif style not in _WHOLE:
+            linear[name] = style
+    divides_heads = _divides_heads(kind, modules, linear, attention)
+    if divides_heads:
+        _check_heads(kind, model, size, list(attention.values()))
+    for name, style in linear.items():
+        _check_linear(kind, name, modules[name], style, size)
+    checked: set[object] = set()
+    for name, module in modules.items():
+        styles = {param: plan.get(_numbered(f"{name}.{param}"), "replicate") for param in module._parameters}
+        if name in experts:
+            _check_experts(kind, name, module, styles, size, checked)
+        elif divided := {param: style for param, style in styles.items() if style not in _WHOLE}:
+            param, style = next(iter(divided.items()))
+            raise _refused(kind, f"divides {name}.{param} as {style!r}")
+    return _Division(linear, experts, divides_heads)
+
+
+def _divides_heads(
+    kind: str, modules: dict[str, nn.Module], linear: dict[str, str], attention: Collection[nn.Module]
+) -> bool:
+    """Whether heads are divided: in all layers, or in none."""
+    found: set[bool] = set()
+    for name in (name for name, module in modules.items() if module in attention):
+        styles = {part.removeprefix(f"{name}."): style for part, style in linear.items() if part.startswith(f"{name}.")}
+        if styles == _HEAD_STYLES and not any(True for _ in modules[name].parameters(recurse=False)):
+            found.add(True)
+        elif set(styles.values()) <= {"colwise_gather_output", "rowwise_split_input"}:
+            found.add(False)
+        else:
+            raise _refused(kind, f"divides {name} as {styles}, beside what each of its heads has")
+    if len(found) != 1:
+        raise _refused(kind, "divides the heads of some layers and not of others")
+    return found.pop()
+
+
+def _check_heads(kind: str, model: PreTrainedModel, size: int, kv_heads: Sequence[int]) -> None:
+    config = model.config.get_text_config()
+    names = ("num_attention_heads", "num_key_value_heads")
     numbers = {name: n for name in names if (n := getattr(config, name, None)) is not None}
     numbers |= {f"number of KV heads in layer {layer}": heads for layer, heads in enumerate(kv_heads)}
     _check_divisible(kind, numbers, size)
-    for name, _ in model.named_parameters():
-        if plan.get(_numbered(name), "replicate") not in _WHOLE:
-            raise _refused(kind, f"divides {name} as {plan[_numbered(name)]!r}")
-    head, styles = model.get_output_embeddings(), {}
-    for name, module in model.named_modules():
-        style = plan.get(_numbered(name), "replicate")
-        if style in _WHOLE:
-            continue
-        plain = type(module) in (nn.Linear, WeightFirstLinear)
-        if not plain or not (style in ("colwise", "rowwise") or (style in _GATHERED and module is head)):
-            raise _refused(kind, f"divides {name} ({type(module).__name__}) as {style!r}")
-        if style not in _GATHERED:
-            width = module.out_features if style == "colwise" else module.in_features
-            _check_divisible(kind, {f"width of {name}": width}, size)
-        styles[name] = style
-    for proj in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        if sum(name.endswith(f".{proj}") for name in styles) != config.num_hidden_layers:
-            raise _refused(kind, f"has no {proj} that can be divided in every layer")
-    return styles
+
+
+def _check_linear(kind: str, name: str, module: nn.Module, style: str, size: int) -> None:
+    plain = type(module) in (nn.Linear, WeightFirstLinear)
+    if not plain or style not in ("colwise", *_ROWS, *_GATHERED):
+        raise _refused(kind, f"divides {name} ({type(module).__name__}) as {style!r}")
+    if style not in _GATHERED:
+        width = module.out_features if style == "colwise" else module.in_features
+        _check_divisible(kind, {f"width of {name}": int(width)}, size)  # type: ignore[arg-type]
+
+
+def _check_experts(
+    kind: str, name: str, module: nn.Module, styles: dict[str, str], size: int, checked: set[object]
+) -> None:
+    """Refuse experts whose shares do not add up to the whole: with biases, or with another order of weights.
+
+    Modules of one shape compute the same: the first is tried.
+    """
+    if styles != _EXPERT_STYLES:
+        raise _refused(kind, f"divides {name} as {styles}")
+    gate_up, down = (module.get_parameter(param) for param in _EXPERT_STYLES)
+    _check_divisible(kind, {f"width of {name}": int(down.shape[-1])}, size)
+    if gate_up.is_meta or (shape := (type(module), gate_up.shape)) in checked:
+        return
+    checked.add(shape)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(4, down.shape[-2], generator=generator).to(down.dtype)
+    last = down.shape[0] - 1
+    index = torch.tensor([[0, last], [last, 0], [0, last], [last // 2, last]])
+    arguments = (hidden, index, torch.rand(4, 2, generator=generator).to(down.dtype))
+    with torch.inference_mode():
+        whole = module(*arguments).float()
+        shares = (_expert_shares(module, rank, size) for rank in range(size))
+        parts = [torch.func.functional_call(module, share, arguments) for share in shares]
+        difference = (torch.stack(parts).float().sum(0) - whole).abs().max()
+    if not bool(difference <= _EXPERT_TOLERANCE * whole.abs().max()):
+        raise _refused(kind, f"computes {name} otherwise than by the sum of its shares")
+
+
+def _expert_shares(module: nn.Module, rank: int, size: int) -> dict[str, torch.Tensor]:
+    """A share of the width of every expert: of the two halves `[E, 2 * I, H]`, and of what goes out `[E, H, I]`."""
+    gate_up, down = (module.get_parameter(param) for param in _EXPERT_STYLES)
+    share = down.shape[-1] // size
+    halves: list[torch.Tensor] = [_share(half, 1, rank, share) for half in gate_up.chunk(2, dim=1)]
+    return dict(zip(_EXPERT_STYLES, (torch.cat(halves, dim=1), _share(down, 2, rank, share)), strict=True))
+
+
+def _shard_experts(module: nn.Module, group: RankGroup) -> None:
+    for name, share in _expert_shares(module, group.rank, group.size).items():
+        setattr(module, name, nn.Parameter(share, requires_grad=False))
+
+    def add_up(_module: nn.Module, _arguments: object, out: torch.Tensor) -> torch.Tensor:
+        group.all_reduce(out)
+        return out
+
+    module.register_forward_hook(add_up)
 
 
 def _check_divisible(kind: str, numbers: dict[str, int], size: int) -> None:

@@ -19,6 +19,8 @@ class Forward:
     """int32 [S], this step's tokens included."""
     block_tables: np.ndarray
     """int32: the blocks of all sequences one after the other, as many of each as its tokens take."""
+    deep_rows: int | None = None
+    """Rows for deeper layers, which follow with the tokens that they belong to; None: `forward` without media."""
 
 
 @dataclass(frozen=True, slots=True)

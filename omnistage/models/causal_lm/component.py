@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -111,20 +110,17 @@ class CausalLM(DecoderComponent):
         return () if head is None else (head,)
 
     def shard(self, group: RankGroup, device: torch.device) -> None:
-        from omnistage.engines.ar.sharding import shard_model
-
-        if not self.spec.plain_attention or self.spec.states:
+        if self.spec.states:
             raise UnsupportedModelError(
-                f"{type(self.model).__name__} has soft caps, sinks, values narrower than keys or recurrent layers, all "
-                "of which are not divided among ranks yet: set tensor_parallel: 1 for its stage"
+                f"{type(self.model).__name__} has recurrent layers, which are not divided among ranks yet: set "
+                "tensor_parallel: 1 for its stage"
             )
-        shard_model(self.model, group, [heads for heads, _key, _value in self.spec.layer_shapes])
-        self.model.to(device)
-        self.device = device
-        head = self.model.get_output_embeddings()
-        self._head = self._head.rebuilt(self.model) if isinstance(self._head, ModelHead) else head
-        shapes = tuple((heads // group.size, key, value) for heads, key, value in self.spec.layer_shapes)
-        self.spec = replace(self.spec, num_kv_heads=self.spec.num_kv_heads // group.size, layer_shapes=shapes)
+        head = self._head
+        if isinstance(head, ModelHead):
+            self._head = self.model.get_output_embeddings()
+        super().shard(group, device)
+        if isinstance(head, ModelHead):
+            self._head = head.rebuilt(self.model)
 
     def _check_same(self, expected: Expected) -> None:
         """Refuse a model that does more than a plain decoder and head: it would give wrong answers."""

@@ -32,8 +32,6 @@ from omnistage.models.multimodal_lm.processor import MultimodalProcessor, auto_m
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-    from omnistage.engines.ar.sharding import RankGroup
-
 
 _NO_MEDIA = (
     "no placeholder of a media item was found in its chat template, or its processor takes none; check that the folder "
@@ -70,9 +68,6 @@ class MultimodalLM(CausalLM):
             position_dims=1 if self._rope is None else 3,
             deep_size=levels * self.spec.embed_size,
         )
-
-    def shard(self, group: RankGroup, device: torch.device) -> None:
-        ARComponent.shard(self, group, device)  # refuses: the encoders have no share yet
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         rows = super().embed(token_ids)

@@ -58,7 +58,8 @@ export class Keeper {
   apart(conversation) {
     conversation.renew();
     const records = conversation.turns.flatMap((turn, number) => conversation.records(number).map((record, part) => [2 * number + part, record]));
-    Object.assign(this.job(conversation), { messages: new Map(records) });
+    this.job(conversation).messages = new Map(records);
+    this.flush();
   }
 
   forget(conversation) {

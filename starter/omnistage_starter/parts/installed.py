@@ -54,9 +54,8 @@ def damaged(distribution: metadata.Distribution) -> list[str]:
     """Files of a distribution that are missing, or differ from its own record."""
     bad = []
     for file in distribution.files or ():
-        if file.hash is None:  # the record itself, and compiled bytecode
-            continue
-        if file.parts[0] == "..":  # a script, which we do not run; a moved environment has another interpreter in it
+        # The record itself and bytecode have none; a script names its interpreter, another one in a moved environment.
+        if file.hash is None or file.parts[0] == "..":
             continue
         path = Path(str(file.locate()))
         if not path.is_file() or _digest(path, file.hash.mode) != file.hash.value:
