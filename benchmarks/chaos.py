@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine_load import load
+from machine_load import load, processor_seconds
 
 from omnistage.core.errors import StageUnavailableError
 from omnistage.core.memory import resident_memory
@@ -139,11 +139,6 @@ class Chaos:
                     raise RuntimeError(f"a process that was {kind} has not come back")
             self.recoveries.append(time.monotonic() - self._fault_at)
         self._over.set()
-
-
-def processor_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def content(output: OmniRequestOutput) -> Content:

@@ -5,13 +5,15 @@
 
 The first table: an input goes to a stage in another process, which sends it back; half of the time for both ways. The
 second: requests in pairs, one to the model in one process, one to the same model in processes, in turn; medians of the
-pairs' ratios. Then one replica beside two, with `--requests` of the stage that writes (a batch of half the size is not
-twice as fast) and with `--pictures` of the one that draws (each picture costs the same in any batch).
+pairs' ratios. Then one replica beside two, with `--requests` of the stage that writes and with `--pictures` of the one
+that draws: one thread and batches of four each. Two replicas need two cores beside what the service takes: where the
+cores that are printed do not double from one replica to two, the machine had none to give.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import statistics
 import sys
@@ -21,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from machine_load import load
+from machine_load import load, processor_seconds
 
 from omnistage.core.graph import PipelineGraph
 from omnistage.core.params import CodecParams, StageParams
@@ -36,6 +38,8 @@ from omnistage.placement.replicas import Replicas
 from omnistage.placement.worker_process import LocalProcess
 
 _BYTES = (0, 1 << 10, 8 << 10, 64 << 10, 1 << 20, 16 << 20)
+_RUNNING = 4
+"""Requests in a batch of a replica; there must be several times as many."""
 _QUESTION = [{"role": "user", "content": "Say in two short sentences what rain is."}]
 _GROUPS = {
     "speak in a process": {"voice": "speak"},
@@ -142,28 +146,39 @@ def compare(model: str, pairs: int) -> None:
         print(f"{name}: time to first audio {medians}, {ratio:.3f} of inline; the same sound in {pairs + 2} pairs")
 
 
-def rate(omni: Omni, kind: str, requests: int, replicas: int) -> float:
-    """Requests a second, all sent at once."""
+def rate(omni: Omni, kind: str, requests: int, replicas: int) -> tuple[float, float, float]:
+    """Requests a second, all sent at once; of how many cores the service and all replicas took the time."""
     modalities = ["text"] if kind == "think" else ["image"]
     params = {"think": {"max_tokens": 24}}
     omni.generate(["Hello"] * 2 * replicas, params, modalities=modalities, progress=False)
-    begin = time.perf_counter()
     prompts = [f"Count to {number}." for number in range(requests)]
+    pids = [replica.pid for replica in omni.replicas() if replica.pid is not None]
+    begin, work = time.perf_counter(), [processor_seconds(pid) for pid in (os.getpid(), *pids)]
     omni.generate(prompts, params, modalities=modalities, progress=False)
-    return requests / (time.perf_counter() - begin)
+    seconds = time.perf_counter() - begin
+    cores = [
+        (processor_seconds(pid) - before) / seconds for pid, before in zip((os.getpid(), *pids), work, strict=True)
+    ]
+    return requests / seconds, cores[0], sum(cores[1:])
 
 
 def compare_replicas(model: str, kind: str, requests: int) -> None:
-    """Print the throughput with the bottleneck in one and in two processes of one thread each, in turn."""
-    rates: dict[int, list[float]] = {1: [], 2: []}
+    """Print the throughput with the bottleneck in one and in two processes of one thread each, in turn.
+
+    A process has the same batch either way: a batch of half the size would not take half the time.
+    """
+    runs: dict[int, list[tuple[float, float, float]]] = {1: [], 2: []}
     for replicas in (1, 2, 2, 1, 1, 2):
         stages = "draw,paint" if kind == "draw" else kind
         keys = {"stages": f"[{stages}]", "replicas": replicas, "torch_threads": 1}
         overrides = [f"deployment.placement.g.{key}={value}" for key, value in keys.items()]
-        with Omni(model, overrides=overrides, progress=False) as omni:
-            rates[replicas].append(rate(omni, kind, requests, replicas))
-    one, two = (statistics.median(rates[replicas]) for replicas in (1, 2))
+        with Omni(model, overrides=(*overrides, f"{kind}.max_running={_RUNNING}"), progress=False) as omni:
+            runs[replicas].append(rate(omni, kind, requests, replicas))
+    one, two = (statistics.median(run[0] for run in runs[replicas]) for replicas in (1, 2))
     print(f"{kind} in one process {one:.2f} requests/s, in two {two:.2f}: {two / one:.2f} times (medians of three)")
+    for replicas, each in runs.items():
+        service, rest = (statistics.median(run[which] for run in each) for which in (1, 2))
+        print(f"  {replicas}: the service took {service:.2f} cores, the replicas together {rest:.2f}")
 
 
 def main() -> None:

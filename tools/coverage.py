@@ -372,6 +372,7 @@ _BADNESS = ("exact", "fallback", "family", "refused", "unbuilt", "wrong", "crash
 
 def _message(error: Exception) -> str:
     text = " ".join(str(error).split())
+    text = text.partition(" Model type should be one of ")[0]  # a list of some hundred
     text = text if isinstance(error, OmniError) else f"{type(error).__name__}: {text}"
     return text if len(text) <= 300 else text[:299] + "…"
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from omnistage.cli.model_runner import OmniRunner
 from omnistage.compat import prepare_torchvision
 from omnistage.core.errors import OmniError
 from omnistage.core.params import SamplingParams
@@ -35,12 +36,15 @@ from omnistage.models.multimodal_lm.own_cache import OwnCacheMultimodalLM
 from omnistage.models.multimodal_lm.probe import STOCK_FAILURE
 from omnistage.models.multimodal_lm.processor import MultimodalProcessor
 from omnistage.models.multimodal_lm.verify import as_sent, make_chats, reference_answers
+from omnistage.models.registry import REGISTRY
 from omnistage.omni import Omni
 
 CHATS = 6
 NEW_TOKENS = 16
 AUDIO_TYPES = ("audioflamingo3", "musicflamingo")
 """Audio-language types that transformers lists as sequence-to-sequence models."""
+FAMILIES = ("qwen2_5_omni", "qwen3_omni_moe")
+"""Types that families of their own serve, under the same names, and compare themselves."""
 OVERRIDES = (
     "thinker.budget.prefill_chunk=16",
     "thinker.budget.max_batch_tokens=48",
@@ -74,6 +78,8 @@ def tasks() -> dict[str, list[str]]:
 
 def cover(model_type: str, seed: int = 0) -> Any:
     """Build, serve and compare one type."""
+    if model_type in FAMILIES:
+        return _verified(model_type, seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
@@ -88,6 +94,19 @@ def cover(model_type: str, seed: int = 0) -> Any:
             return causal.Outcome(model_type, "refused", causal._message(error).replace(name, "the folder"))
         except Exception as error:  # this is what the tool looks for
             return causal.Outcome(model_type, "crashed", causal._message(error))
+
+
+def _verified(model_type: str, seed: int) -> Any:
+    """By the comparison of the type's own family."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, entry = Path(name) / model_type, REGISTRY.family(model_type)
+        if entry.tiny is None or entry.verify is None:
+            raise LookupError(f"the family {model_type} has no comparison")
+        entry.tiny(folder, seed=seed)
+        rows: Any = entry.verify(OmniRunner(folder), cases=2, seed=seed, progress=lambda *_: None)
+    wrong = [f"{row.quantity} of {row.case} differs by {row.difference:.1e}" for row in rows if not row.ok]
+    reason = wrong[0] if wrong else f"served by a family of its own; all {len(rows)} quantities of its comparison agree"
+    return causal.Outcome(model_type, "wrong" if wrong else "family", reason)
 
 
 def _compare(model_type: str, folder: Path, seed: int) -> Any:

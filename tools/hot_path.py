@@ -163,7 +163,7 @@ def _drive(tracer: Tracer, connection: http.client.HTTPConnection) -> dict[str, 
     found = {}
     for turn in (1, 2):  # the second is the one that counts
         voice = {"voice": "Chelsie", "format": "pcm16"}
-        found["request"] = ask(_seen_and_heard(turn), SPOKEN, ("text", "audio"), audio=voice)
+        found["request"] = ask(_seen_and_heard(turn), SPOKEN, ("text", "audio"), audio=voice, ignore_eos=True)
         found["short"] = ask("Hello", SHORT, ("text",), temperature=0)
         found["long"] = ask("Hello", LONG, ("text",), temperature=0)
     return found

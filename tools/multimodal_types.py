@@ -73,7 +73,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "kyutai_speech_to_text": {"codec_config": {"upsample_groups": 64}},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
-    "nemo_speechlm": {"head_config": {"audio_hidden_size": 64}},
+    "nemo_speechlm": {"audio_config": {"diarization_config": {"head_config": {"audio_hidden_size": 64}}}},
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
     "step3p7": {"text_config": {"sliding_window": 64}},
     "chameleon": {
@@ -192,7 +192,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "step3p7": {"image_processor": {"vision_patch_size": 8, "patch_size": 32}},
     "deepseek_vl_hybrid": {"processor": {"num_image_tokens": 16}},
     "granite4_vision": {
-        "processor": {"downsample_rate": "1/2"},
+        "processor": {"downsample_rate": "1/2", "vision_feature_select_strategy": "full"},
         "image_processor": {"image_grid_pinpoints": _PINPOINTS},
     },
     "janus": {"processor": {"num_image_tokens": 16}},

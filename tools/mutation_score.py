@@ -338,6 +338,8 @@ class Run:
         self.inner = [mutant for mutant in chosen if mutant.in_function]
         self.outer = [mutant for mutant in chosen if not mutant.in_function]
         self.survivors: list[Mutant] = []
+        self.complete = False
+        """Whether all mutants in functions ran, with tests that pass without one."""
         self.out = os.dup(1)
 
     def say(self, text: str) -> None:
@@ -367,6 +369,7 @@ class Run:
             self._note(mutant, in_fork(lambda one=mutant: mutated_run(one), 3 + 4 * usual))  # type: ignore[misc]
         if in_fork(run) != 0:  # or whatever changed under our feet seems to have killed them
             raise SystemExit(f"{self.target.module}: its tests no longer pass without a mutant")
+        self.complete = True
 
     def all(self) -> list[Mutant]:
         """Mutants of constants and class bodies need a new import, so each has a pytest of its own."""
@@ -374,17 +377,18 @@ class Run:
         child = os.fork()
         if child == 0:
             os.close(read)
-            status = pytest_main(self.target.tests, [_Collected(self.functions)])
+            pytest_main(self.target.tests, [_Collected(self.functions)])
             with os.fdopen(write, "wb") as pipe:
-                pickle.dump((status, self.survivors), pipe)
+                pickle.dump((self.complete, self.survivors), pipe)
             os._exit(0)
         os.close(write)
         with os.fdopen(read, "rb") as pipe:
             data = pipe.read()
         os.waitpid(child, 0)
-        if not data:
-            raise SystemExit(1)
-        self.survivors = pickle.loads(data)[1]  # review: allow[SEC04] from our own child, through a pipe
+        if data:
+            self.complete, self.survivors = pickle.loads(data)  # review: allow[SEC04] from our own child, a pipe
+        if not self.complete:
+            raise SystemExit(f"{self.target.module}: no score: its tests do not pass without a mutant")
         self.say(f"  {len(self.outer)} mutants outside functions")
         for mutant in self.outer:
             finder = _Finder(self.target.module, self.path, self._tree(mutant))

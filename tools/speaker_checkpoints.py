@@ -50,13 +50,16 @@ def tokenizer_of(folder: Path, tokens: Sequence[str], **named: str) -> tuple[Any
     return tokenizer, ids
 
 
-def _spread(model: torch.nn.Module, embeddings: float = 0.5) -> None:
+def spread(model: torch.nn.Module, embeddings: float = 0.5) -> None:
     """Weights that keep what differs from text to text; random ones prefer one token or code otherwise."""
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and "weight_g" not in name and "original0" not in name:
             gain = 3.0 if any(part in name for part in ("q_proj", "k_proj")) else 1.3
             deviation = gain / math.sqrt(math.prod(parameter.shape[1:]))
             parameter.data.normal_(0.0, embeddings if "embed" in name or "codebook" in name else deviation)
+    for name, buffer in model.named_buffers():
+        if name.endswith("codebook.embed"):  # EnCodec's, which are zero at first: all codes would sound alike
+            buffer.normal_(0.0, 5.0)
 
 
 # ------------------------------------------------------------------------------------------- codes of a codec
@@ -70,7 +73,7 @@ def dia(folder: Path, model_type: str = "dia") -> None:
         decoder_config=transformers.DiaDecoderConfig(**_LAYERS, **cross, cross_hidden_size=32),
     )
     model = transformers.DiaForConditionalGeneration(config)
-    _spread(model)
+    spread(model)
     ends = {"pad_token_id": 1025, "eos_token_id": 1024, "bos_token_id": 1026}
     model.generation_config = transformers.GenerationConfig(
         **ends,
@@ -107,7 +110,7 @@ def higgs(folder: Path, model_type: str = "higgs_audio_v2") -> None:
         eos_token_id=ids["<|audio_eos|>"],
     )
     model = transformers.HiggsAudioV2ForConditionalGeneration(config)
-    _spread(model)
+    spread(model)
     ends = {"pad_token_id": ids["<pad>"], "eos_token_id": ids["<|audio_eos|>"], "bos_token_id": ids["<s>"]}
     model.generation_config = transformers.GenerationConfig(**ends, do_sample=True, top_k=20, max_new_tokens=32)
     model.generation_config.ras_win_len, model.generation_config.ras_win_max_num_repeat = 7, 2
@@ -139,7 +142,7 @@ def higgs(folder: Path, model_type: str = "higgs_audio_v2") -> None:
 
 def _save_codec(codec: Any, folder: Path) -> None:
     place = folder / "audio_tokenizer"
-    _spread(codec)
+    spread(codec)
     codec.save_pretrained(place)
     codec.config._name_or_path = codec.name_or_path = "somebody/audio-tokenizer"  # as published ones have it
 
@@ -174,7 +177,7 @@ def pocket(folder: Path, model_type: str) -> None:
         config = transformers.GradiumPhononTTSConfig(**_LAYERS, **tokens, **more, latent_dim=8, flow_head_config=_FLOW)
         model = transformers.GradiumPhononTTSForConditionalGeneration(config)
         width = 12
-    _spread(model)
+    spread(model)
     model.generation_config = transformers.GenerationConfig(
         pad_token_id=ids["<pad>"], do_sample=True, temperature=0.7, return_dict_in_generate=True, max_new_tokens=16
     )
@@ -221,7 +224,7 @@ def vibevoice(folder: Path, model_type: str = "vibevoice") -> None:
         audio_token_id=ids["<|vision_pad|>"],
     )
     model = transformers.VibeVoiceForConditionalGeneration(config)
-    _spread(model)
+    spread(model)
     model.generation_config = transformers.GenerationConfig(
         pad_token_id=ids["<pad>"], eos_token_id=ids["</s>"], bos_token_id=ids["<s>"], guidance_scale=1.3,
         max_new_tokens=12,
@@ -300,7 +303,7 @@ def seamless(folder: Path, model_type: str, *, hears: bool = False) -> None:
     model = getattr(transformers, f"{prefix}{'SpeechToText' if hears else 'TextToSpeech'}")(config)
     for name, part in model.named_children():
         if name != "vocoder":
-            _spread(part, 0.1)
+            spread(part, 0.1)
     if not hears:
         _speak_every_unit(model)
     codes = {code: tokenizer.convert_tokens_to_ids(f"__{code}__") for code in _CODES}

@@ -69,6 +69,8 @@ def build_ctc(folder: Path, model_type: str) -> None:
         if hasattr(config, "blank_token_id"):
             config.blank_token_id = common.BASE_VOCAB
     model = getattr(transformers, _CTC[model_type])(config)
+    if model_type == "parakeet_ctc":
+        more.spread(model)
     if isinstance(model, transformers.GenerationMixin):
         model.generation_config.decoder_start_token_id = config.pad_token_id
     model.save_pretrained(folder)
@@ -136,7 +138,9 @@ def _speech_to_text(folder: Path, model_type: str) -> None:
     layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96}
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "d_model": 64, "conv_channels": 32}
     config = transformers.Speech2TextConfig(vocab_size=common.BASE_VOCAB + 3, **layers, **heads, **_ENDS)
-    _generated(transformers.Speech2TextForConditionalGeneration(config), folder)
+    model = transformers.Speech2TextForConditionalGeneration(config)
+    more.spread(model)
+    _generated(model, folder, factor=1.0)
     extractor = transformers.Speech2TextFeatureExtractor()
     transformers.Speech2TextProcessor(extractor, _pieces(folder)).save_pretrained(folder)
 
@@ -175,11 +179,11 @@ def _two_parts(folder: Path, model_type: str) -> None:
     transformers.Wav2Vec2Processor(extractor, _pieces(folder)).save_pretrained(folder)
 
 
-def _generated(model: Any, folder: Path) -> None:
+def _generated(model: Any, folder: Path, factor: float = 3.0) -> None:
     """Short texts that differ: random heads prefer one token otherwise."""
     for parameter in model.parameters():
         if parameter.dim() > 1:
-            parameter.data.mul_(3.0)
+            parameter.data.mul_(factor)
     model.generation_config = transformers.GenerationConfig(
         **_ENDS, max_length=24, min_length=8, suppress_tokens=[_ENDS["pad_token_id"], _ENDS["bos_token_id"]]
     )
@@ -222,7 +226,9 @@ def _bark(folder: Path, model_type: str) -> None:
         fine_acoustics_config=transformers.BarkFineConfig(**sizes, **_vocab(1056)),
         codec_config=codec,
     )
-    transformers.BarkModel(config).save_pretrained(folder)
+    model = transformers.BarkModel(config)
+    more.spread(model)
+    model.save_pretrained(folder)
     kinds = transformers.models.bark.generation_configuration_bark
     parts = {
         "semantic_config": kinds.BarkSemanticGenerationConfig(max_new_tokens=24),
@@ -249,6 +255,7 @@ def _musicgen(folder: Path, model_type: str) -> None:
         transformers.MusicgenMelodyForConditionalGeneration if melody else transformers.MusicgenForConditionalGeneration
     )
     model = cls(config)
+    more.spread(model)
     ends = {"pad_token_id": 64, "bos_token_id": 64, "decoder_start_token_id": 64}
     model.generation_config = transformers.GenerationConfig(**ends, do_sample=True, guidance_scale=3.0, max_length=16)
     model.save_pretrained(folder)

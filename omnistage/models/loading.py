@@ -310,7 +310,10 @@ def check_complete(name: str, info: Mapping[str, Any]) -> None:
     """Raise for weights that `from_pretrained` (with `output_loading_info`) would initialise at random."""
     missing = sorted(info["missing_keys"])
     if missing:
-        raise CheckpointError(f"{len(missing)} weights of {name} are missing, first {missing[0]}")
+        raise CheckpointError(
+            f"{len(missing)} weights of {name} are missing, first {missing[0]}; the checkpoint is incomplete or of "
+            "another model than its config.json names: fetch it again"
+        )
     for key, shape, expected in sorted(info["mismatched_keys"]):
         raise _wrong_shape(key, name, shape, expected)
 

@@ -27,13 +27,17 @@ class PausedCall(Generic[T]):
         self._result: T | None = None
         self._error: BaseException | None = None
         threads = torch.get_num_threads()
+        # A thread begins on CUDA's default stream; what the call computes is read on the stage's own.
+        initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        stream = torch.cuda.current_stream() if initialized else None
 
         def run() -> None:
             self._go.acquire()
             try:
                 if not self._cancelled:
                     set_threads(threads)
-                    self._result = function(self)
+                    with torch.cuda.stream(stream):
+                        self._result = function(self)
             except _Cancelled:
                 pass
             except BaseException as error:  # the boundary of the thread: it is raised again in the other

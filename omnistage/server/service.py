@@ -39,7 +39,7 @@ from omnistage.server.http.errors import (
     AuditError,
     ContentFilterError,
     LoadingError,
-    NotFoundError,
+    ModelNotFoundError,
     Rename,
     rename_param,
 )
@@ -216,7 +216,7 @@ class Service:
         if model is None:
             # With keys, not everybody may see all models.
             known = "/v1/models lists the models" if self.keyring.required else f"models: {', '.join(self.models)}"
-            raise NotFoundError(f"there is no model {short_repr(name)}; {known}", param="model")
+            raise ModelNotFoundError(f"there is no model {short_repr(name)}; {known}", param="model")
         return model
 
     def adapted(self, name: str) -> ServedModel | None:

@@ -8,6 +8,7 @@ import torch
 
 from omnistage.core.errors import BridgeError
 from omnistage.core.family import BridgeResult
+from omnistage.core.sentences import Sentences
 from omnistage.core.types import (
     ARInput,
     Condition,
@@ -19,7 +20,6 @@ from omnistage.core.types import (
     TokenChunk,
 )
 from omnistage.engines.streams import complete
-from omnistage_starter.sentences import Sentences
 
 SIZE = 96
 """Pixels: width and height of an image."""

@@ -77,22 +77,29 @@ class SpeechToText:
         return join(self._texts(samples))
 
     def _texts(self, samples: Samples) -> Iterator[str]:
-        """The words in a piece, whole. Where decoding finds no end, what is said stands in its parts."""
+        """The words in a piece, whole. Where decoding finds no end, or no word in a sound that comes and goes, what is
+        said stands in its parts."""
         hidden = self._encoder(samples)
         max_tokens = int(len(samples) / SAMPLE_RATE * _TOKENS_PER_SECOND) + _SPARE_TOKENS
         tokens = self._decoder.greedy(hidden, self._start, self._end, max_tokens)
-        if tokens is None and len(samples) >= 2 * _MIN_PART_SECONDS * SAMPLE_RATE:
-            cut = _quietest(samples, len(samples) // 4, 3 * len(samples) // 4)
-            yield from self._texts(samples[:cut])
-            yield from self._texts(samples[cut:])
+        divisible = len(samples) >= 2 * _MIN_PART_SECONDS * SAMPLE_RATE
+        if tokens is None and divisible:
+            yield from self._texts_of_parts(samples)
             return
         if tokens is None:
             tokens = self._last_tokens(hidden, max_tokens)
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
         if text.strip() == "" and (start := sound_start(samples)) is not None:
             yield from self._texts(samples[start:])
-            return
-        yield text.strip()
+        elif text.strip() == "" and divisible and is_uneven(samples):
+            yield from self._texts_of_parts(samples)
+        else:
+            yield text.strip()
+
+    def _texts_of_parts(self, samples: Samples) -> Iterator[str]:
+        cut = _quietest(samples, len(samples) // 4, 3 * len(samples) // 4)
+        yield from self._texts(samples[:cut])
+        yield from self._texts(samples[cut:])
 
     def _last_tokens(self, hidden: Samples, max_tokens: int) -> list[int]:
         """Of a part that is not split again.
@@ -142,15 +149,25 @@ def _quietest(samples: Samples, start: int, end: int, window: int = SAMPLE_RATE 
 
 def sound_start(samples: Samples) -> int | None:
     """Where to begin so that little quiet is left before the first sound; None where there is little, or no sound."""
-    frames = samples[: len(samples) // _FRAME * _FRAME].reshape(-1, _FRAME)
-    if len(frames) == 0:
+    if not is_uneven(samples):
         return None
-    loudness = np.sqrt(np.square(frames, dtype=np.float64).mean(axis=1))
-    floor, peak = float(np.quantile(loudness, 0.1)), float(loudness.max())
-    if peak < 4 * floor:  # all alike: noise, a tone
-        return None
+    loudness, floor = _loudness(samples)
+    peak = float(loudness.max())
     first = int(np.argmax(loudness > max(3 * floor, 0.05 * peak))) * _FRAME
     return first - int(_BEFORE_SECONDS * SAMPLE_RATE) if first > _LEAD_SECONDS * SAMPLE_RATE else None
+
+
+def is_uneven(samples: Samples) -> bool:
+    """Whether the sound comes and goes, as speech does; noise and tones are all alike."""
+    loudness, floor = _loudness(samples)
+    return len(loudness) > 0 and float(loudness.max()) >= 4 * floor
+
+
+def _loudness(samples: Samples) -> tuple[NDArray[np.float64], float]:
+    """Of each frame; and what is there all the time."""
+    frames = samples[: len(samples) // _FRAME * _FRAME].reshape(-1, _FRAME)
+    loudness = np.sqrt(np.square(frames, dtype=np.float64).mean(axis=1))
+    return loudness, float(np.quantile(loudness, 0.1)) if len(loudness) else 0.0
 
 
 def loop_start(tokens: Sequence[int]) -> int | None:

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omnistage.core.errors import ConfigError, MissingDependencyError
-from omnistage_starter.sentences import Sentences, speakable, split_point
+from omnistage.core.sentences import Sentences, split_point
+from omnistage_starter.speakable import speakable
 
 Samples = NDArray[np.float32]
 

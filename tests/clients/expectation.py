@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import struct
 import urllib.error
 import urllib.request
+import wave
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,3 +72,14 @@ def send(url: str, wanted: Expectation) -> Answer:
         lines = [line[6:] for line in answer.raw.decode().splitlines() if line.startswith("data: ")]
         answer.events = [json.loads(line) for line in lines if line != "[DONE]"]
     return answer
+
+
+def clip() -> bytes:
+    """A second of a tone."""
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(16_000)
+        file.writeframes(struct.pack("<16000h", *(8000 * (i // 20 % 2) for i in range(16_000))))
+    return buffer.getvalue()

@@ -14,11 +14,11 @@ import argparse
 import sys
 from collections import Counter
 
-from . import expected_media
+from . import expected_completions, expected_media
 from .expectation import Answer, send
 from .expected_chat import ALL
 
-__all__ = ["expected_media"]
+__all__ = ["expected_completions", "expected_media"]
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
-from .exchange import CITY, HELLO, KEY, PARAMETERS, SCHEMA, TOOL, exchange, need, openai_client, spoken
+from .exchange import CITY, HELLO, KEY, PARAMETERS, SCHEMA, TOOL, exchange, need, openai_client
 
 
 def langchain(url: str, model: str, **options: Any) -> Any:
@@ -299,61 +299,6 @@ def agents_structured(url: str, model: str) -> None:
         city: Literal["Rome", "Oslo"]
 
     need(isinstance(Runner.run_sync(agents(url, model, output_type=City), CITY).final_output, City))
-
-
-@exchange("openai-agents", "speech")
-def agents_speech(url: str, model: str) -> None:
-    import openai
-    from agents.voice import OpenAITTSModel, TTSModelSettings
-
-    async def run() -> bytes:
-        client = openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0)
-        pieces = OpenAITTSModel(model, client).run("Hello there.", TTSModelSettings())
-        return b"".join([piece async for piece in pieces])
-
-    need(len(asyncio.run(run())) > 2000)
-
-
-@exchange("openai-agents", "transcription")
-def agents_transcription(url: str, model: str) -> None:
-    import io
-    import wave
-
-    import numpy as np
-    import openai
-    from agents.voice import AudioInput, OpenAISTTModel, STTModelSettings
-
-    async def run() -> str:
-        with wave.open(io.BytesIO(spoken(url, model))) as file:
-            sound = AudioInput(np.frombuffer(file.readframes(10**7), np.int16), file.getframerate())
-        client = openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0)
-        return await OpenAISTTModel(model, client).transcribe(sound, STTModelSettings(), False, False)
-
-    need("cat" in asyncio.run(run()).lower())
-
-
-@exchange("openai-agents", "realtime")
-def agents_realtime(url: str, model: str) -> None:
-    from agents.realtime import RealtimeAgent, RealtimeRunner
-
-    async def run() -> set[str]:
-        where = f"{url.replace('http', 'ws', 1)}/realtime?model={model}"
-        runner = RealtimeRunner(
-            RealtimeAgent(name="a", instructions="Be brief."),
-            config={"model_settings": {"model_name": model, "voice": "alloy"}},
-        )
-        seen: set[str] = set()
-        async with await runner.run(model_config={"url": where, "api_key": KEY}) as session:
-            await session.send_message(HELLO)
-            async with asyncio.timeout(90):
-                async for event in session:
-                    seen.add(event.type)
-                    need(event.type != "error", event)
-                    if event.type == "agent_end":
-                        return seen
-        return seen
-
-    need("audio" in asyncio.run(run()))
 
 
 def haystack_chats(url: str, model: str, **options: Any) -> Any:

@@ -79,7 +79,7 @@ def aiperf_load(url: str, model: str) -> None:
         need(json.loads(report.read_text())["request_count"]["avg"] >= 6)
 
 
-# What `vllm bench serve` calls: the command does not start from the wheel for processors, which has another name.
+# What `vllm bench serve` calls; the command does not start from the wheel for processors, which has another name.
 _BENCH = """
 import argparse
 from vllm.benchmarks.serve import add_cli_args, main

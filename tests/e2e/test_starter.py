@@ -15,7 +15,6 @@ from omnistage_starter import tiny
 from omnistage_starter.bridges import SIZE
 from omnistage_starter.parts.manifest import STARTER
 from omnistage_starter.parts.store import Store
-from omnistage_starter.sentences import Sentences
 from omnistage_starter.speech_to_text import SpeechToText
 from omnistage_starter.text_to_speech import Voice
 from omnistage_starter.tiny_speech_to_text import write_speech_to_text
@@ -33,6 +32,7 @@ from omnistage.core.errors import (
     UnsupportedModalityError,
 )
 from omnistage.core.params import DiffusionParams, SamplingParams
+from omnistage.core.sentences import Sentences
 from omnistage.core.types import FinishReason, Modality
 from omnistage.core.user_cache import HOME_VARIABLE
 from omnistage.engines.ar.stage import ARStage

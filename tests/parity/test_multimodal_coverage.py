@@ -45,7 +45,7 @@ FALLBACK = {
     "blip-2": "image, never text alone",  # no chat template, another model inside generates
     "t5gemma2": "image",  # a decoder behind an encoder
 }
-REFUSED = {"pi0": "vocab_size=None"}
+REFUSED = {"pi0": "does not generate text", "pix2struct": "image: the processor makes no tokens of a text"}
 
 
 @pytest.fixture(autouse=True, scope="module")

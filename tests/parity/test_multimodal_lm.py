@@ -128,7 +128,7 @@ def test_a_checkpoint_whose_template_has_no_place_for_media_is_refused(
     folder = tmp_path / "model"
     shutil.copytree(checkpoint_of("multimodal_lm", "llava"), folder)
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
-    with pytest.raises(UnsupportedModelError, match="no placeholder of a media item"):
+    with pytest.raises(UnsupportedModelError, match="no place for media that its processor takes"):
         Omni(folder, device="cpu", progress=False)
 
 

@@ -126,6 +126,7 @@ def test_voices_of_pocket_tts_are_files_of_the_checkpoint(folder_of: Any, tmp_pa
     [
         ("pocket_tts", "hello <|audio_prompt|>", "special token"),
         ("vibevoice", "hello <|vision_pad|>", "special token"),
+        ("seamless_m4t", "hello </s> again", "special token"),
         ("dia", "x" * 1030, "tokens"),
         ("dia", "  ", "nothing in this text"),
     ],

@@ -138,6 +138,15 @@ def test_an_unknown_path_has_the_form_of_an_error(server: Running) -> None:
     assert answer.headers["allow"] in answer.json()["error"]["message"]
 
 
+def test_a_model_that_is_not_served_has_openais_code(server: Running) -> None:
+    for answer in (
+        post(server, "/v1/chat/completions", {**CHAT, "model": "gpt-5"}),
+        post(server, "/v1/audio/speech", {"input": "a", "model": "gpt-5"}),
+        httpx.get(f"{server.url}/v1/models/gpt-5"),
+    ):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
 def test_minus_one_keeps_all_tokens_as_zero_does(server: Running) -> None:
     def text(**more: Any) -> str:
         answer = post(server, "/v1/chat/completions", {**CHAT, "temperature": 1, "seed": 3, "max_tokens": 12, **more})

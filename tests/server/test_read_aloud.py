@@ -7,6 +7,7 @@ import base64
 import io
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -28,17 +29,22 @@ SAID: dict[str, Any] = {"model": "csm", "input": "Hello, how are you?", "seed": 
 
 
 @pytest.fixture(scope="module")
-def speaking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def csm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmni]:
     folder = make("csm", tmp_path_factory.mktemp("served") / "csm")
     limits = (*SERVE_LIMITS, f"backbone.max_tokens={FRAMES}", "codec.max_hold_seconds=0")
     omni = AsyncOmni(folder, device="cpu", dtype="float32", overrides=limits, progress=False)
+    yield omni
+    omni.orchestrator.check_idle()
+    asyncio.run(omni.shutdown(drain=False))
+
+
+@pytest.fixture(scope="module")
+def speaking(csm: AsyncOmni) -> Iterator[Running]:
     service = Service()
-    service.add("csm", omni)
+    service.add("csm", csm)
     service.loading = False
     with serving(service) as running:
         yield running
-    omni.orchestrator.check_idle()
-    asyncio.run(omni.shutdown(drain=False))
 
 
 def post(running: Running, **change: object) -> httpx.Response:
@@ -161,3 +167,19 @@ def test_a_clip_of_another_speaker_may_come_before_the_text(speaking: Running) -
     user, same = (chat(speaking, {"role": role, "content": [text, said]}) for role in ("user", "assistant"))
     assert len(user) == len(same) == FRAMES * 1920
     assert not np.array_equal(user, same)
+
+
+def test_speech_in_company_is_that_of_each_text_alone(speaking: Running) -> None:
+    clips = [{"ref_audio": f"data:audio/wav;base64,{recording(pitch=pitch)}", "ref_text": "So."} for pitch in (9, 30)]
+    texts = ("Hello, how are you?", "A much longer text, with more words than the others have.", "Yes.")
+    asked: list[dict[str, Any]] = [
+        {"voice": voice, "seed": seed, "input": text, **clip}
+        for seed, (text, voice) in enumerate(zip(texts, ("0", "7", "3"), strict=True))
+        for clip in ({}, *clips)
+    ]
+    alone = [samples(post(speaking, **one)) for one in asked]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        together = [samples(answer) for answer in pool.map(lambda one: post(speaking, **one), asked)]
+    for one, other in zip(alone, together, strict=True):
+        assert len(one) == len(other)
+        assert np.abs(one - other).max() < 1e-4

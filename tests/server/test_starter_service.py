@@ -21,12 +21,12 @@ import numpy as np
 import openai
 import pytest
 import soundfile
-from omnistage_starter.sentences import Sentences
 from omnistage_starter.text_to_speech import Voice
 from PIL import Image
 
 from omnistage.core.clips import AudioClip
 from omnistage.core.errors import ShutdownError
+from omnistage.core.sentences import Sentences
 from omnistage.core.types import Modality
 from omnistage.omni import AsyncOmni
 from omnistage.pipeline.outputs import Usage

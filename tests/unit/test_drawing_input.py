@@ -350,6 +350,7 @@ class FakeOmni:
     asked: list[tuple[object, Any]] = field(default_factory=list)
     loaded: dict[str, Any] = field(default_factory=dict)
     videos: bool = False
+    processor: None = None
 
     def __call__(self, model: str, **options: object) -> FakeOmni:
         self.loaded = options
@@ -494,7 +495,7 @@ def test_sampling_options_go_to_the_stage_that_samples_and_drawing_ones_to_the_f
     ],
 )
 def test_a_request_draws_if_only_pictures_come_of_it(gives: list[str], wanted: Any, expected: bool) -> None:
-    door: Any = SimpleNamespace(modalities=tuple(Modality(name) for name in gives))
+    door: Any = SimpleNamespace(modalities=tuple(Modality(name) for name in gives), processor=None)
     asked = None if wanted is None else [Modality(name) for name in wanted]
     assert drawing.is_drawing(door, asked) is expected
 

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
-from omnistage.media.image import decode_image
+from omnistage.media.image import PIXEL_BYTES, _from_array, decode_image, decode_image_bytes
 from omnistage.media.limits import MediaLimits
+from tests.slow_media import slow_jpeg
 
 LIMITS = MediaLimits()
 
@@ -315,3 +316,23 @@ def test_an_image_whose_exif_cannot_be_read_stays_as_it_is(monkeypatch: pytest.M
 
     monkeypatch.setattr(Image.Image, "getexif", damaged)
     assert decode_image(Image.new("RGB", (3, 2), (1, 2, 3)), LIMITS).size == (3, 2)
+
+
+def test_a_jpeg_is_refused_by_the_number_of_its_scans() -> None:
+    data = slow_jpeg(scans=20, side=16)
+    assert decode_image_bytes(data, LIMITS).size == (16, 16)
+    with pytest.raises(LimitExceededError, match="JPEG with over 10 scans"):
+        decode_image_bytes(data, MediaLimits(max_image_scans=10))
+
+
+def test_memory_is_reserved_for_the_pixels_of_files_and_arrays() -> None:
+    sizes: list[int] = []
+    decode_image_bytes(encoded(Image.new("RGB", (6, 4))), LIMITS, sizes.append)
+    _from_array(np.zeros((4, 6, 3), np.uint8), LIMITS, sizes.append)
+    assert sizes == [6 * 4 * PIXEL_BYTES] * 2
+
+
+@pytest.mark.parametrize(("values", "grey"), [([-5.0, 1.5, 200.0], [0, 2, 200]), ([0.0, 1.5], [0, 2]), ([1.0], [255])])
+def test_grey_numbers_beyond_one_are_taken_as_they_are_and_clipped(values: list[float], grey: list[int]) -> None:
+    image = Image.fromarray(np.array([values], dtype=np.float32))
+    assert np.asarray(decode_image(image, LIMITS))[0, :, 0].tolist() == grey

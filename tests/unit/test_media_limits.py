@@ -47,6 +47,7 @@ def test_the_defaults_are_those_of_the_reference_page() -> None:
         ("max_image_pixels", 178_000_000, 178_000_001),
         ("max_image_aspect", 1.0, 0.999),
         ("max_video_frames", 2, 1),
+        ("max_decode_memory", 64 * 2**20, 64 * 2**20 - 1),
         *((f"max_{what}_seconds", 1e-9, 0.0) for what in ("audio", "video", "total_audio")),
         ("url_timeout_seconds", 1e-9, 0.0),
         ("url_hosts", ("*.example.org", "example.org:8443"), ("https://example.org",)),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import runpy
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -100,3 +102,9 @@ def test_pipelines_are_a_familys_or_run_whole_or_are_refused_for_what_they_must_
     assert found["DemandingPipeline"].state == "refused"
     assert "depth_of_field" in found["DemandingPipeline"].reason
     assert set(found) == {"FluxPipeline", "CallablePipeline", "DemandingPipeline"}
+
+
+def test_the_table_of_media_models_is_that_of_the_pages() -> None:
+    path = Path(__file__).parents[2] / "tools" / "make_media_table.py"
+    made = runpy.run_path(str(path))
+    assert made["table"]() == catalogue.MEDIA_TABLE.read_text(encoding="utf-8"), f"run python tools/{path.name}"

@@ -29,7 +29,7 @@ from omnistage.engines.ar.sampling.batch import BatchPlan
 from omnistage.engines.ar.sampling.device_selection import DeviceSelector
 from omnistage.engines.ar.sampling.processors import mix, uniform, uniforms
 from omnistage.engines.ar.sampling.sampler import Sampled, Sampler
-from omnistage.engines.ar.sampling.selection import UNCOVERED, TokenSelector
+from omnistage.engines.ar.sampling.selection import UNCOVERED, TokenSelector, _Filters, _Weigher
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
@@ -352,6 +352,12 @@ def test_all_ways_to_select_agree() -> None:
                 found = selector.select(x, u.tolist(), attempt=attempt)
                 assert all(token in (UNCOVERED, right) for token, right in zip(found, whole, strict=True))
             assert on_device.select(x, u).tolist() == whole
+
+
+def test_top_k_says_how_many_tokens_are_looked_at_first() -> None:
+    filters = _Filters([params(top_k=5), params(top_p=0.9)], 32000, _Weigher(32000))
+    assert filters._counts(0).tolist() == [5, 128]
+    assert filters._counts(1).tolist() == [4096, 4096]
 
 
 def test_few_candidates_settle_a_peaked_row() -> None:

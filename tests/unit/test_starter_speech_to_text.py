@@ -139,6 +139,28 @@ def test_speech_after_a_long_pause_is_not_lost(scripted: Script, monkeypatch: py
     assert len(encoded) == 5
 
 
+def test_what_a_piece_leaves_out_is_sought_in_its_parts(scripted: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = scripted("the", "cat", "</s>")
+    encoder, decoder = model._encoder, model._decoder
+    encoded: list[NDArray[np.float32]] = []
+
+    def encode(samples: NDArray[np.float32]) -> NDArray[np.float32]:
+        encoded.append(samples)
+        return encoder(samples)
+
+    def greedy(*arguments: Any) -> list[int] | None:
+        """As Moonshine: of a word that is said again and again it hears nothing, nor of what is said beside it."""
+        return [] if len(encoded[-1]) > 3 * SAMPLE_RATE else decoder.greedy(*arguments)
+
+    monkeypatch.setattr(model, "_encoder", encode)
+    monkeypatch.setattr(model, "_decoder", SimpleNamespace(greedy=greedy))
+    said = voice(1.8, SAMPLE_RATE)
+    assert model.transcribe(np.concatenate([said, silence(0.4, SAMPLE_RATE), said])) == "the cat the cat"
+    encoded.clear()
+    assert model.transcribe(noise(4.0, SAMPLE_RATE)) == ""  # which is no speech, and not sought in
+    assert len(encoded) == 1
+
+
 @given(st.integers(0, 4 * SAMPLE_RATE), st.floats(0, 0.02))
 def test_sound_begins_where_it_gets_loud(lead: int, level: float) -> None:
     chance = np.random.default_rng(lead)

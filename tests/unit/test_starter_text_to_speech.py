@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from omnistage_starter import text_to_speech
-from omnistage_starter.sentences import MAX_PIECE_CHARACTERS, Sentences, speakable
+from omnistage_starter.speakable import speakable
 from omnistage_starter.text_to_speech import Voice, trim
 
 from omnistage.core.errors import ConfigError, MissingDependencyError
+from omnistage.core.sentences import MAX_PIECE_CHARACTERS, Sentences
 
 RATE = 24_000
 

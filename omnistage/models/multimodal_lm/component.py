@@ -33,12 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
-_NO_MEDIA = (
-    "no placeholder of a media item was found in its chat template, or its processor takes none; check that the folder "
-    "has the chat template and processor that the model came with"
-)
-
-
 class MultimodalLM(CausalLM):
     """Adapter around the decoder and head of `AutoModelForMultimodalLM`, with all that the model has before them."""
 
@@ -162,8 +156,7 @@ def load(context: LoadContext) -> ARComponent:
     gc.collect()  # two copies need not fit
     if processor is not None:
         processor.use_whole_prompts()
-        if len(processor.input_modalities) < 2:
-            raise UnsupportedModelError(_NO_MEDIA)
+        processor.check_media()
     return OwnCacheMultimodalLM(*read_model(context, auto), processor, reason=reason)
 
 
@@ -175,8 +168,7 @@ def _paged(context: LoadContext, auto: Any, processor: MultimodalProcessor | Non
     if processor is not None:
         from omnistage.models.multimodal_lm.probe import STOCK_FAILURE, check_media
 
-        if len(processor.input_modalities) < 2:
-            raise UnsupportedModelError(_NO_MEDIA)
+        processor.check_media()
         # Also those of kinds that are not served: any of them may be sampled.
         settings = nested_settings(component.model.config.to_dict())
         ids = {value for name, value in settings if name.endswith(("_id", "_index")) and type(value) is int}

@@ -126,7 +126,7 @@ class ItemProcessor:
         if self._bos and text.startswith(self._bos):
             self.adds_bos, text = True, text.removeprefix(self._bos)
         ids = self._core(self._prompts.encode(text))
-        theirs = np.asarray(outputs.pop("input_ids")).reshape(-1)
+        theirs = _token_ids(outputs)
         start = find(theirs, ids, 0) if ids else None
         if start is None:
             raise MediaError("the processor's placeholder tokens depend on the text around them", param="messages")
@@ -142,9 +142,7 @@ class ItemProcessor:
     def prompt(self, text: str, media: Sequence[Media]) -> tuple[tuple[int, ...], dict[str, torch.Tensor], bytes]:
         """Token ids of a whole prompt as the processor itself makes them, the other inputs of a forward, and a key."""
         outputs = self.call(text, media)[1]
-        if "input_ids" not in outputs:
-            raise MediaError("the processor makes no tokens of a text beside these media", param="messages")
-        ids = np.asarray(outputs.pop("input_ids")).reshape(-1)
+        ids = _token_ids(outputs)
         tensors = {n: _tensor(value) for n, value in outputs.items() if value is not None and n != "attention_mask"}
         inputs = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         lost = sorted(tensors.keys() - inputs.keys())
@@ -195,6 +193,13 @@ def accepted_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
     functions = model.forward, type(model).generate, model.prepare_inputs_for_generation
     names = {name for function in functions for name in inspect.signature(function).parameters}
     return {name: value for name, value in inputs.items() if name in names}
+
+
+def _token_ids(outputs: dict[str, Any]) -> np.ndarray:
+    """Those among a processor's outputs, which are taken out of them."""
+    if "input_ids" not in outputs:
+        raise MediaError("the processor makes no tokens of a text beside these media", param="messages")
+    return np.asarray(outputs.pop("input_ids")).reshape(-1)
 
 
 def _arguments(media: Sequence[Media], rate: int) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class OwnCacheMultimodalLM(OwnCacheLM):
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             raise UnsupportedModelError(f"{name}: {STOCK_FAILURE} ({reason[:200]})") from error
         if torch.equal(logits, others):
-            raise UnsupportedModelError(f"{name}: transformers gives the same answer to any {kind}")
+            raise UnsupportedModelError(f"{name}: transformers begins the same answer whatever the {kind} is")
         return prompt
 
     def _prompt(self, processor: MultimodalProcessor, kind: Modality, *, changed: bool) -> Prompt:

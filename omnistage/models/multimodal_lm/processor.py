@@ -44,6 +44,10 @@ _PLAIN_TEMPLATE = (
     "{%- endfor -%}"
 )
 """The texts of a chat, for models that come without a template of their own."""
+_NO_MEDIA = (
+    "its chat template has no place for media that its processor takes; check that the folder has the template and the "
+    "processor that the model came with, else it is of a kind that is not served"
+)
 _SENTINEL = re.compile("[\ue0f0\ue0f1]")
 
 
@@ -63,6 +67,8 @@ class MultimodalProcessor:
         self._template = ChatTemplate(self._render, tokenizer, parts=True, source=self._chat_template)
         self._message_tokens = self._template.message_tokens(self._prompts.count)
         self._whole = False
+        self._refusals: dict[Modality, str] = {}
+        """Why a sample of a kind could not be given, by the last attempt."""
         self._placeholders = self._find_placeholders()
         self._joint: set[Modality] = set()
         self._single: set[Modality] = set()
@@ -73,6 +79,10 @@ class MultimodalProcessor:
     @classmethod
     def load(cls, folder: Path) -> MultimodalProcessor:
         config = read_auto_config(folder).get_text_config()
+        if getattr(config, "vocab_size", None) is None:
+            raise UnsupportedModelError(
+                f"config.json names no vocab_size: a {config.model_type} does not generate text, and is not served"
+            )
         vocab_size, embed_size = positive(config, "vocab_size"), positive(config, "hidden_size")
         return cls(load_processor(folder), vocab_size, embed_size, max_sequence_length(config))
 
@@ -90,6 +100,12 @@ class MultimodalProcessor:
         self.input_modalities = frozenset({Modality.TEXT, *self._placeholders})
 
     # --------------------------------------------------------------------------------------------- inputs
+
+    def check_media(self) -> None:
+        """Raise where no kind of media can be given, with what the processor said."""
+        if len(self.input_modalities) < 2:
+            said = "; ".join(f"{kind}: {reason}" for kind, reason in self._refusals.items())
+            raise UnsupportedModelError(_NO_MEDIA + (f" ({said})" if said else ""))
 
     def chat(
         self,
@@ -214,7 +230,8 @@ class MultimodalProcessor:
     def _sample_item(self, kind: Modality, placeholder: str) -> MediaItem | None:
         try:
             item = self.items.item(placeholder, [sample_media(kind, 0, self.items.audio_rate)])
-        except OmniError:
+        except OmniError as error:
+            self._refusals[kind] = error.message
             return None
         return item if len(item.inputs) > 1 else None
 
@@ -242,7 +259,9 @@ class MultimodalProcessor:
         content = [*({"type": str(kind), str(kind): ""} for _ in media), {"type": "text", "text": "a"}]
         try:
             self._whole_input(self._render([{"role": "user", "content": content}], None), media)
-        except OmniError:
+        except OmniError as error:
+            if count == 1:
+                self._refusals[kind] = error.message
             return False
         return True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,11 @@ class TextReader(ABC):
         self._lock = threading.Lock()  # some of these tokenizers are Python code with state
         self._voices = tuple(names)
         self._max_tokens = max_tokens
+
+    def reject_spellings(self, text: str, tokens: Iterable[str]) -> None:
+        """Refuse a text that spells one of these special tokens: it would be taken for the token."""
+        if (token := next((token for token in tokens if token in text), None)) is not None:
+            raise InvalidRequestError(f"contains {token}, the spelling of a special token; remove it", param="prompt")
 
     @abstractmethod
     def encode(self, text: str) -> Mapping[str, np.ndarray]:
@@ -110,6 +115,12 @@ class SpeechProcessor(TextReader):
         if length == 0 or (len(set(ids.tolist())) < 2 and not text.strip().isalnum()):
             raise InvalidRequestError(_NOTHING, param="prompt")
         return {TOKEN_IDS: ids, "attention_mask": encoded["attention_mask"][0].astype(np.int64)}
+
+
+def special_spellings(tokenizer: Any) -> frozenset[str]:
+    """The special tokens of a tokenizer, as a text may spell them."""
+    added = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return frozenset({*tokenizer.all_special_tokens, *added} - {""})
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from omnistage.core.errors import InvalidRequestError
 from omnistage.core.types import TOKEN_IDS
 from omnistage.models.text_to_speech import voices
-from omnistage.models.text_to_speech.processor import TextReader
+from omnistage.models.text_to_speech.processor import TextReader, special_spellings
 
 _SYSTEM = "Generate audio following instruction."
 """Of Higgs Audio, whose template writes no such words itself."""
@@ -30,9 +29,7 @@ class PromptedProcessor(TextReader):
         self.processor = processor
         self._named = named
         self._voice = next(iter(named), None)
-        tokenizer = processor.tokenizer
-        added = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
-        self._special = tuple({*tokenizer.all_special_tokens, *added} - {"", *_SPOKEN})
+        self._special = special_spellings(processor.tokenizer) - _SPOKEN
 
     def with_voice(self, voice: str | None) -> PromptedProcessor:
         if voice is None or voice == self._voice:
@@ -53,18 +50,14 @@ class PromptedProcessor(TextReader):
         return inputs
 
     def encode(self, text: str) -> Mapping[str, np.ndarray]:
-        for token in self._special:
-            if token in text:
-                raise InvalidRequestError(
-                    f"contains {token}, the spelling of a special token; remove it", param="prompt"
-                )
+        self.reject_spellings(text, self._special)
         inputs = self.prompt(text, None if self._voice is None else self._named[self._voice])
         arrays = {name: value[0].numpy() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
         self.check_length(len(arrays["input_ids"]))
         return {TOKEN_IDS if name == "input_ids" else name: array for name, array in arrays.items()}
 
 
-_SPOKEN = ("[S1]", "[S2]")
+_SPOKEN = frozenset(("[S1]", "[S2]"))
 """Dia's marks of who speaks, which are part of a text."""
 
 
@@ -102,6 +95,7 @@ class SeamlessProcessor(TextReader):
     def __init__(self, tokenizer: Any, codes: Sequence[str], max_tokens: int, language: str | None = None) -> None:
         super().__init__(codes, max_tokens)
         self._tokenizer = tokenizer
+        self._special = special_spellings(tokenizer)
         self._language = language or ("eng" if "eng" in codes else codes[0])
 
     clip_rate = 16_000
@@ -114,6 +108,7 @@ class SeamlessProcessor(TextReader):
         return other
 
     def encode(self, text: str) -> Mapping[str, np.ndarray]:
+        self.reject_spellings(text, self._special)
         encoded = self._tokenizer(text, src_lang=self._language, return_tensors="np")
         ids = encoded["input_ids"][0].astype(np.int64)
         self.check_length(len(ids))

@@ -65,6 +65,10 @@ class NotFoundError(OmniError, status=404, code="not_found"):
     """There is no such model, request or file."""
 
 
+class ModelNotFoundError(NotFoundError, code="model_not_found"):
+    """There is no such model, for this key."""
+
+
 class UnknownPathError(NotFoundError, code="unknown_url"):
     """There is nothing at this path."""
 

@@ -21,7 +21,7 @@ from omnistage.pipeline.health import StageHealth
 from omnistage.pipeline.outputs import Trace
 from omnistage.server.access.keys import Holder
 from omnistage.server.http.context import caller, service_of
-from omnistage.server.http.errors import RETRY_SECONDS, NotFoundError
+from omnistage.server.http.errors import RETRY_SECONDS, ModelNotFoundError, NotFoundError
 from omnistage.server.http.openapi import response_docs
 from omnistage.server.observe.model_features import clones_voices, transcribes, unsupported_drawing
 from omnistage.server.service import ServedModel, Service
@@ -108,7 +108,7 @@ async def list_models(request: Request) -> ModelList:
 async def get_model(name: str, request: Request) -> ModelCard:
     allowed = caller(request).models
     if allowed is not None and name not in allowed:
-        raise NotFoundError(f"there is no model {short_repr(name)} for this key", param="model")
+        raise ModelNotFoundError(f"there is no model {short_repr(name)} for this key", param="model")
     return _card(service_of(request).model(name))
 
 

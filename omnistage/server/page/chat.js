@@ -13,7 +13,9 @@ let following = true;
 let top = 0;
 
 function showEnd() {
-  if (following) $("scroll").scrollTop = $("scroll").scrollHeight;
+  if (!following) return;
+  $("scroll").scrollTop = $("scroll").scrollHeight;
+  top = $("scroll").scrollTop; // also where the content has shrunk, as by a preview that goes: nobody scrolled up
 }
 
 $("scroll").addEventListener("scroll", () => {

@@ -21,7 +21,7 @@ _MESSAGES = {
     "extra_forbidden": "there is no such field; leave it out",
     "none_required": "is not supported; leave it out, or send null",
 }
-ModelT = TypeVar("ModelT", bound="ClientModel")
+ModelT = TypeVar("ModelT", bound=WireModel)
 
 
 class ClientModel(WireModel):

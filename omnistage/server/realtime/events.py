@@ -93,6 +93,18 @@ async def read(text: str, owner: str | None) -> ClientEvent:
     return await run_json(partial(parse, text), small=small, owner=owner)
 
 
+async def read_object(text: str, owner: str | None) -> JsonObject:
+    """The JSON object in a message of this owner, whatever event it is."""
+
+    def load() -> JsonObject:
+        values = _load(text)
+        check_readable(values)
+        return values
+
+    small = len(text) <= LARGE_CHARS and _separators(text) <= _LARGE_VALUES
+    return await run_json(load, small=small, owner=owner)
+
+
 def parse(text: str) -> ClientEvent:
     """What `read` gives, in this thread."""
     event_id = None

@@ -1,4 +1,4 @@
-"""`WS /v1/realtime`: admission, and the socket of a session.
+"""`WS /v1/realtime` and `WS /v1/audio/speech/stream`: admission, and the socket of a session.
 
 The HTTP middlewares let WebSockets pass: key, origin, size and pace are checked here.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from fastapi import APIRouter, WebSocket, WebSocketDisconnect
 from pydantic_core import to_json
@@ -23,21 +23,25 @@ from omnistage.server.access.hosts import origin_allowed
 from omnistage.server.access.keys import Holder
 from omnistage.server.http.connection import address_of, cut
 from omnistage.server.http.errors import CLIENT_CLOSED, NotFoundError, PermissionDeniedError
-from omnistage.server.http.limits import MAX_MESSAGE_BYTES, HeldBytes, Hold
+from omnistage.server.http.limits import MAX_MESSAGE_BYTES, Hold
 from omnistage.server.http.websocket import DISCONNECTED, HOLD
 from omnistage.server.observe.audit import CURRENT_RECORD, SLOW_READER, AuditRecord
 from omnistage.server.observe.audit import DISCONNECTED as ENDED_DISCONNECTED
+from omnistage.server.realtime.admission import check_model, model_for_session
 from omnistage.server.realtime.base import JsonObject
 from omnistage.server.realtime.events import ClientGoneError
 from omnistage.server.realtime.preview import to_preview, wants_preview
-from omnistage.server.realtime.session import Limits, Session, model_for_session
-from omnistage.server.service import ServedModel, Service
+from omnistage.server.realtime.session import Limits, Session
+from omnistage.server.realtime.spoken_text import SpokenText
+from omnistage.server.service import Service
 
 router = APIRouter()
 ENDPOINT = "WS /v1/realtime"
+SPEECH_ENDPOINT = "WS /v1/audio/speech/stream"
 _PROTOCOL = "realtime"
 _KEY_PROTOCOL = "openai-insecure-api-key."
 _NORMAL, _GOING_AWAY, _TOO_BIG, _INTERNAL_ERROR = 1000, 1001, 1009, 1011
+Data = TypeVar("Data", str, bytes)
 _MAX_SHARE = 4
 """A key without a limit of its own may have one of this many parts of all sessions."""
 
@@ -59,24 +63,50 @@ async def realtime(websocket: WebSocket) -> None:
     """A realtime session."""
     service: Service = websocket.app.state.service
     options: Options = websocket.app.state.realtime
-    with _audited(websocket, ENDPOINT) as record, contextlib.ExitStack() as stack:
+
+    def open_session(holder: Holder, name: str | None, socket: _Socket, memory: Hold) -> Session:
+        model = None if name is None else model_for_session(service, holder, name)
+        return Session(service, holder, model, socket.send, memory, limits=options.limits, client=socket.record.client)
+
+    await _serve(websocket, ENDPOINT, open_session)
+
+
+@router.websocket("/v1/audio/speech/stream")
+async def spoken_text(websocket: WebSocket) -> None:
+    """Speech of a text that is still being written."""
+    service: Service = websocket.app.state.service
+
+    def open_session(holder: Holder, name: str | None, socket: _Socket, memory: Hold) -> SpokenText:
+        if name is not None:
+            check_model(service, holder, name)
+        return SpokenText(service, holder, name, socket.send, socket.send_bytes, memory, socket.record.client)
+
+    await _serve(websocket, SPEECH_ENDPOINT, open_session)
+
+
+async def _serve(
+    websocket: WebSocket, endpoint: str, open_session: Callable[[Holder, str | None, _Socket, Hold], _Session]
+) -> None:
+    """`open_session` raises what refuses the handshake."""
+    service: Service = websocket.app.state.service
+    options: Options = websocket.app.state.realtime
+    with _audited(websocket, endpoint) as record, contextlib.ExitStack() as stack:
+        socket = _Socket(websocket, options, record, preview=endpoint == ENDPOINT)
         try:
-            holder, model = _admit(websocket, service, options, record)
+            holder = _admit(websocket, service, options, record)
+            memory = Hold(websocket.app.state.transport.held, holder.use)
+            session = open_session(holder, websocket.query_params.get("model"), socket, memory)
             share = max(1, options.max_sessions // _MAX_SHARE) if service.keyring.required else None
             stack.enter_context(holder.count("sessions", share))
         except OmniError as error:
             record.status = error.status
             await deny(error, websocket.scope, websocket.receive, websocket.send)
             return
-        record.model, record.status = None if model is None else model.name, 101
+        record.model, record.status = session.model_name, 101
         await websocket.accept(_PROTOCOL if _PROTOCOL in websocket.scope["subprotocols"] else None)
-        socket = _Socket(websocket, options, record)
-        held: HeldBytes = websocket.app.state.transport.held
         messages: Hold = websocket.scope["state"][HOLD]
         messages.assign(holder)
-        memory = Hold(held, holder.use)
         stack.callback(memory.set, 0)
-        session = Session(service, holder, model, socket.send, memory, limits=options.limits, client=record.client)
         await _Connection(socket, session, service, options).run()
 
 
@@ -84,7 +114,7 @@ async def realtime(websocket: WebSocket) -> None:
 async def unknown_path(websocket: WebSocket) -> None:
     """404 with a reason: without this route Starlette would refuse with 403 and none."""
     with _audited(websocket, "unknown") as record:
-        error = NotFoundError("there is no WebSocket at this path; connect to /v1/realtime")
+        error = NotFoundError("there is no WebSocket at this path; connect to /v1/realtime or /v1/audio/speech/stream")
         record.status = error.status
         await deny(error, websocket.scope, websocket.receive, websocket.send)
 
@@ -102,10 +132,8 @@ def _audited(websocket: WebSocket, endpoint: str) -> Iterator[AuditRecord]:
             service.metrics.observe_response(record, record.close())
 
 
-def _admit(
-    websocket: WebSocket, service: Service, options: Options, record: AuditRecord
-) -> tuple[Holder, ServedModel | None]:
-    """The key's holder and the requested model. Raises the error that refuses the handshake."""
+def _admit(websocket: WebSocket, service: Service, options: Options, record: AuditRecord) -> Holder:
+    """The key's holder. Raises the error that refuses the handshake."""
     authorization = websocket.headers.get("authorization")
     if authorization is None:  # browsers cannot set the header, and send the key among the subprotocols
         keys = [p.removeprefix(_KEY_PROTOCOL) for p in websocket.scope["subprotocols"] if p.startswith(_KEY_PROTOCOL)]
@@ -118,21 +146,36 @@ def _admit(
     service.check_ready()
     if len(service.sessions) >= options.max_sessions:
         raise QueueFullError(f"there are {options.max_sessions} sessions, the maximum; try again later")
-    name = websocket.query_params.get("model")
-    return holder, None if name is None else model_for_session(service, holder, name)
+    return holder
+
+
+class _Session(Protocol):
+    """What one connection is for: a conversation, or a text that is spoken."""
+
+    finished: asyncio.Event
+
+    @property
+    def busy(self) -> bool: ...
+    @property
+    def model_name(self) -> str | None: ...
+    async def begin(self) -> None: ...
+    async def handle(self, text: str) -> None: ...
+    async def send_error(self, error: OmniError) -> None: ...
+    async def close(self) -> None: ...
+    def drain(self) -> None: ...
 
 
 class _Socket:
     """The connection, one message at a time. It buffers nothing: a slow reader slows the sender down."""
 
-    def __init__(self, websocket: WebSocket, options: Options, record: AuditRecord) -> None:
+    def __init__(self, websocket: WebSocket, options: Options, record: AuditRecord, *, preview: bool) -> None:
         self._websocket = websocket
         self.disconnected: asyncio.Future[int] = websocket.scope["state"][DISCONNECTED]
         self._stall_seconds = options.stall_seconds
         self.record = record
         self._lock = asyncio.Lock()
         self._closed = False
-        self._preview = wants_preview(websocket.headers.get("openai-beta"), websocket.scope["subprotocols"])
+        self._preview = preview and wants_preview(websocket.headers.get("openai-beta"), websocket.scope["subprotocols"])
 
     async def send(self, event: JsonObject) -> None:
         """Send an event with an id of its own. Raises `ClientGoneError`."""
@@ -140,12 +183,19 @@ class _Socket:
         if payload is None:
             return
         text = to_json({"event_id": f"event_{uuid.uuid4().hex[:20]}", **payload}, inf_nan_mode="null").decode()
+        await self._write(text, self._websocket.send_text)
+
+    async def send_bytes(self, data: bytes) -> None:
+        """Send sound. Raises `ClientGoneError`."""
+        await self._write(data, self._websocket.send_bytes)
+
+    async def _write(self, message: Data, write: Callable[[Data], Awaitable[None]]) -> None:
         async with self._lock:
             if self._closed:
                 raise ClientGoneError("the connection is closed")
             try:
                 async with asyncio.timeout(self._stall_seconds):
-                    await self._websocket.send_text(text)
+                    await write(message)
             except TimeoutError:
                 self._closed = True
                 self.record.ended, self.record.status = SLOW_READER, CLIENT_CLOSED
@@ -154,7 +204,7 @@ class _Socket:
             except (WebSocketDisconnect, OSError, RuntimeError):
                 self._closed = True
                 raise ClientGoneError("the client has disconnected") from None
-            self.record.bytes_out += len(text)
+            self.record.bytes_out += len(message)
 
     async def receive(self) -> Message:
         return await self._websocket.receive()
@@ -175,7 +225,7 @@ class _Socket:
 class _Connection:
     """A session on its socket, until one of them ends."""
 
-    def __init__(self, socket: _Socket, session: Session, service: Service, options: Options) -> None:
+    def __init__(self, socket: _Socket, session: _Session, service: Service, options: Options) -> None:
         self._socket = socket
         self._session = session
         self._service = service
@@ -199,7 +249,7 @@ class _Connection:
             finished.cancel()
             await asyncio.wait({reader, finished})
             await session.close()
-            self._record.model = session.config.model  # it may have been chosen in the session
+            self._record.model = session.model_name  # it may have been chosen in the session
             del self._service.sessions[session]
 
     def _note_disconnect(self, code: int | None) -> None:

@@ -18,16 +18,15 @@ from omnistage.core.errors import (
     UnsupportedModalityError,
 )
 from omnistage.core.failures import log_defect
-from omnistage.core.family import SpeechReader
 from omnistage.core.types import Modality
 from omnistage.media.context import decode_for
 from omnistage.media.image import decode_image
 from omnistage.pipeline.preparation import Lane, prepare
 from omnistage.server.access.keys import Holder
-from omnistage.server.http.errors import NotFoundError, PermissionDeniedError
 from omnistage.server.http.json_body import run_json
 from omnistage.server.http.limits import Hold
 from omnistage.server.realtime import events
+from omnistage.server.realtime.admission import model_for_session
 from omnistage.server.realtime.audio import base64_seconds, decode, from_base64
 from omnistage.server.realtime.base import JsonObject
 from omnistage.server.realtime.config import (
@@ -74,26 +73,6 @@ class Limits:
     conversation_bytes: int = 32 * 2**20
     """Of all items: eleven minutes of audio, or as much text and images."""
     items: int = 500
-
-
-def model_for_session(service: Service, holder: Holder, name: str, param: str = "model") -> ServedModel:
-    """A model that this key may use and that has text output. Raises the client's error."""
-    try:
-        model = service.model(name)
-    except NotFoundError as error:
-        error.param = param
-        raise
-    if holder.models is not None and name not in holder.models:
-        raise PermissionDeniedError(f"this key may not use {name!r}", param=param)
-    if isinstance(model.omni.processor, SpeechReader) and Modality.TEXT not in model.omni.modalities:
-        raise UnsupportedModalityError(
-            "this model speaks a text that is given whole and does not converse; use /v1/audio/speech, a sentence a "
-            "request",
-            param=param,
-        )
-    if Modality.TEXT not in model.omni.modalities:
-        raise UnsupportedModalityError("this model has no text output; use one that has", param=param)
-    return model
 
 
 class Session:
@@ -186,6 +165,10 @@ class Session:
         self._draining = True
         if not self.busy:
             self.finished.set()
+
+    @property
+    def model_name(self) -> str | None:
+        return self.config.model
 
     @property
     def busy(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Literal, NotRequired
 
@@ -23,11 +23,12 @@ from omnistage.core.errors import (
 )
 from omnistage.core.family import DrawingProcessor, SpeechReader, VoiceCloner
 from omnistage.core.params import DiffusionParams, StageParams
-from omnistage.core.types import FinishReason, Modality
+from omnistage.core.types import AudioChunk, FinishReason, Modality
 from omnistage.media.audio_output import channels_of
 from omnistage.media.tempo import MAX_SPEED, MIN_SPEED, TempoStretcher
 from omnistage.pipeline.intake import RequestOptions
 from omnistage.pipeline.outputs import OmniRequestOutput, Usage
+from omnistage.server.access.keys import Holder
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.errors import body_of
 from omnistage.server.http.openapi import response_docs
@@ -39,7 +40,7 @@ from omnistage.server.openai.base import WireModel
 from omnistage.server.openai.request_models import Finite, Seed, Voice, voice_name
 from omnistage.server.openai.response_models import TokenCounts, speech_tokens
 from omnistage.server.openai.running import Running
-from omnistage.server.service import ServedModel
+from omnistage.server.service import ServedModel, Service
 
 router = api_router()
 _FILES = tuple(dict.fromkeys(CONTENT_TYPES.values()))
@@ -92,27 +93,39 @@ async def speech(body: SpeechRequest, request: Request) -> Response:
     """Speak a text: as it is where the model can, else by a chat model that is asked to say it."""
     service = service_of(request)
     model = service.model(body.model)
-    holder = caller(request)
-    if Modality.AUDIO not in model.omni.modalities:
-        raise UnsupportedModalityError("this model has no audio output; use one that has", param="model")
-    options = RequestOptions(["audio"], voice_name(body.voice), 0, body.timeout)
-    messages = _messages(body, model)
-    params = model.with_seed(body.seed, _sound_params(body, model))
+    running = run_speech(service, caller(request), model, body)
+    reads = reads_aloud(model)
     speed = 1.0 if body.speed is None else body.speed
-    running = service.run_request(holder, model, messages, params, options, rename=_field_name)
-    # A model that has nothing but speech to give generates tokens for it.
-    reads = isinstance(model.omni.processor, SpeechReader) and Modality.TEXT in model.omni.modalities
     if body.stream_format == "sse":
         return await stream_response(_events(running, body.response_format, reads=reads, speed=speed))
     pieces = _file(running, body.response_format, reads=reads, speed=speed)
     return await stream_response(pieces, CONTENT_TYPES[body.response_format])
 
 
-def _messages(body: SpeechRequest, model: ServedModel) -> list[dict[str, object]]:
+def reads_aloud(model: ServedModel) -> bool:
+    """Whether a voice of its own reads the text; a model that has nothing but speech to give has tokens for it."""
+    return isinstance(model.omni.processor, SpeechReader) and Modality.TEXT in model.omni.modalities
+
+
+def run_speech(
+    service: Service, holder: Holder, model: ServedModel, body: SpeechRequest, clip: Mapping[str, object] | None = None
+) -> Running:
+    """The request that speaks a text. `clip`: in place of `ref_audio`, a part of a message."""
+    if Modality.AUDIO not in model.omni.modalities:
+        raise UnsupportedModalityError("this model has no audio output; use one that has", param="model")
+    if clip is None and body.ref_audio is not None:
+        clip = {"type": "audio_url", "audio_url": {"url": body.ref_audio}}
+    options = RequestOptions(["audio"], voice_name(body.voice), 0, body.timeout)
+    messages = _messages(body, model, clip)
+    params = model.with_seed(body.seed, _sound_params(body, model))
+    return service.run_request(holder, model, messages, params, options, rename=_field_name)
+
+
+def _messages(body: SpeechRequest, model: ServedModel, clip: Mapping[str, object] | None) -> list[dict[str, object]]:
     processor = model.omni.processor
-    if body.ref_text is not None and body.ref_audio is None:
+    if body.ref_text is not None and clip is None:
         raise InvalidRequestError("is said in no clip; send ref_audio, too, or leave it out", param="ref_text")
-    if body.ref_audio is not None and not isinstance(processor, VoiceCloner):
+    if clip is not None and not isinstance(processor, VoiceCloner):
         raise InvalidRequestError(
             "this model cannot speak with the voice of a clip; leave it out, or use a model that can", param="ref_audio"
         )
@@ -124,8 +137,7 @@ def _messages(body: SpeechRequest, model: ServedModel) -> list[dict[str, object]
                 f"has {len(body.input)} characters, over the limit of {_MAX_READ_CHARS}; send it in parts",
                 param="input",
             )
-        if body.ref_audio is not None and isinstance(processor, VoiceCloner):
-            clip = {"type": "audio_url", "audio_url": {"url": body.ref_audio}}
+        if clip is not None and isinstance(processor, VoiceCloner):
             return processor.read_aloud_as(body.input, clip, body.ref_text)
         return processor.read_aloud(body.input)
     content = f"{body.instructions}\n{_READ_ALOUD}" if body.instructions else _READ_ALOUD
@@ -153,10 +165,13 @@ def _sound_params(body: SpeechRequest, model: ServedModel) -> dict[str, StagePar
     return {stage: DiffusionParams.parse({name: getattr(body, name) for name in sent})}
 
 
-async def _pieces(
-    running: Running, format: str, *, reads: bool, speed: float
+async def speech_pieces(
+    running: Running, format: str, *, reads: bool, speed: float, heard: list[AudioChunk] | None = None
 ) -> AsyncGenerator[bytes | OmniRequestOutput]:
-    """Pieces of the file as it grows, none of them empty, then the final output. Raises where it is incomplete."""
+    """Pieces of the file as it grows, none of them empty, then the final output. Raises where it is incomplete.
+
+    `heard` gets the sound itself.
+    """
     writer: AudioWriter | None = None
     tempo: TempoStretcher | None = None
 
@@ -169,6 +184,8 @@ async def _pieces(
     async with running as stream:
         async for item in stream:
             if item.audio is not None:
+                if heard is not None:
+                    heard.append(item.audio)
                 channels = channels_of(item.audio.samples)
                 writer = writer or audio_writer(format, item.audio.sample_rate, channels)
                 if speed != 1.0 and channels > 1:
@@ -195,7 +212,7 @@ async def _pieces(
 
 async def _file(running: Running, format: str, *, reads: bool = False, speed: float = 1.0) -> AsyncGenerator[bytes]:
     """An error in the middle breaks the response off: a file has no place for it."""
-    async with aclosing(_pieces(running, format, reads=reads, speed=speed)) as pieces:
+    async with aclosing(speech_pieces(running, format, reads=reads, speed=speed)) as pieces:
         async for piece in pieces:
             if isinstance(piece, bytes):
                 yield piece
@@ -203,7 +220,7 @@ async def _file(running: Running, format: str, *, reads: bool = False, speed: fl
 
 async def _events(running: Running, format: str, *, reads: bool = False, speed: float = 1.0) -> AsyncGenerator[bytes]:
     started = False
-    async with aclosing(_pieces(running, format, reads=reads, speed=speed)) as pieces:
+    async with aclosing(speech_pieces(running, format, reads=reads, speed=speed)) as pieces:
         try:
             async for piece in pieces:
                 data: SpeechEvent

@@ -1,17 +1,15 @@
-"""Text for speech synthesis: streamed text to sentences, and markdown to plain words."""
+"""Streamed text to sentences, each to be spoken as soon as it is complete."""
 
 from __future__ import annotations
 
-import html
 import re
-import unicodedata
 from dataclasses import dataclass, replace
 from typing import Final
 
 from omnistage.core.errors import ConfigError
 
 MAX_PIECE_CHARACTERS: Final = 280
-"""The voice takes about 400 phonemes at once, and a character is about one."""
+"""A voice that takes about 400 phonemes at once takes about as many characters."""
 
 _INNER = """mr mrs ms dr prof st mt ft gen gov sen rep capt lt col sgt cmdr rev hon pres supt cpl maj adm msgr messrs
     mme vs approx vol fig figs ch pp eds nos eq dept univ assn cf viz ca jan feb apr jul aug sep sept oct nov dec tue
@@ -24,6 +22,9 @@ _LIST_MARK = re.compile(r"\s*(?:[-*+•]|\(?\d{1,3}[.)]|\(?[A-Za-z][.)])\s*")
 _DOTTED = re.compile(r"(?:[^\W\d_]\.)*[^\W\d_]")
 """Initials and similar abbreviations: J, U.S, e.g, p.m (without the last full stop)."""
 _CLAUSE_ENDS = (",", ";", ":", "—", "\u2013", " -", " --")
+_FULL_WIDTH_ENDS = ("\u3002", "\uff01", "\uff1f")
+"""Ends of sentences that no white space follows."""
+_FULL_WIDTH_CLOSERS = "\u3002\uff01\uff1f\u201d\u2019\u300d\u300f\uff09"
 _FENCE = "```"
 _JOINING = frozenset(("and", "or", "nor"))
 
@@ -34,11 +35,12 @@ class Sentences:
 
     A piece ends with its sentence or its line. So that audio starts early, the first one may end at a comma, a dash, a
     colon or a semicolon once it has `first_words` words (None: it may not). No piece has more than `max_characters`.
-    The result does not depend on how the text is chunked, and only words of code blocks are dropped.
+    The result does not depend on how the text is chunked, and only words of code blocks are dropped, if `drop_code`.
     """
 
     first_words: int | None = 5
     max_characters: int = MAX_PIECE_CHARACTERS
+    drop_code: bool = True
     _rest: str = ""
     _started: bool = False
     """Whether a piece was emitted."""
@@ -84,6 +86,8 @@ class Sentences:
                 cut = len(rest)
             elif self._may_end_clause(rest, new):
                 clause = len(rest)
+        if rest.endswith(_FULL_WIDTH_ENDS) and new not in _FULL_WIDTH_CLOSERS:
+            cut = len(rest)
         if not cut and len(rest) == self.max_characters:
             cut = split_point(rest)
         piece = rest[:cut].strip()
@@ -96,7 +100,7 @@ class Sentences:
 
     @property
     def _is_code(self) -> bool:
-        return self._code or self._rest.lstrip().startswith(_FENCE)
+        return self.drop_code and (self._code or self._rest.lstrip().startswith(_FENCE))
 
     def _write_code(self, new: str) -> Sentences:
         """A character of a code block, or of a line that begins or ends one."""
@@ -146,57 +150,3 @@ def split_point(rest: str) -> int:
         if ends:
             return ends[-1]
     return len(rest)
-
-
-_FENCED = re.compile(r"```.*?(?:```|\Z)", re.DOTALL)
-_LINK = re.compile(r"!?\[([^\[\]]*)\]\([^()\s]*(?:\s+\"[^\"]*\")?\)")
-_ADDRESS = re.compile(
-    r"\b(?:https?://|ftp://)(?:www\.)?([\w.-]*\w)[^\s<>()\[\]]*?(?=[.,;:!?'\"]*(?:[\s<>()\[\]]|$))", re.I
-)
-_TAG = re.compile(r"</?[A-Za-z][^<>]*>")
-_LINE_MARK = re.compile(r"^[ \t]*(?:#{1,6}(?=[ \t]|$)|>+|[-*+•‣◦](?=[ \t]))[ \t]*", re.MULTILINE)
-_NUMBERED = re.compile(r"^[ \t]*\(?(\d{1,3})[.)][ \t]+", re.MULTILINE)
-_RULE = re.compile(r"^[ \t]*(?:[-*_=~|:][ \t]*){3,}$", re.MULTILINE)
-_MANY_DIGITS = re.compile(r"\d(?:,?\d){15,}")
-_REPEATED = re.compile(r"([^\w\s])\1+")
-_SPOKEN_MARKS = frozenset(".,;:!?'\"()$£€%&+-=/@°—…")
-_PLAINER = {"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2013": "—", "\u2015": "—"}
-_PLAINER |= {"\u2044": "/", "\u2212": "-", "\u2010": "-", "\u2011": "-"}
-_LETTER_OR_DIGIT = re.compile(r"[^\W_]")
-
-
-def speakable(text: str) -> str:
-    """`text` without what is not spoken: markdown, code blocks, emoji, letters that are not Latin.
-
-    Links keep their label, bare addresses their host. Line breaks stay.
-    """
-    text = unicodedata.normalize("NFKC", html.unescape(text)).replace("\r\n", "\n").replace("…", "...")
-    text = _TAG.sub(" ", _LINK.sub(r"\1", _FENCED.sub("\n", text)))
-    text = _ADDRESS.sub(lambda match: match[1].replace(".", " dot "), text)
-    text = _LINE_MARK.sub("", _RULE.sub("", text))
-    text = _NUMBERED.sub(r"\1, ", text)
-    text = re.sub(r"(?<=[\w)])[ \t]*\*[ \t]*(?=\d)|(?<=\d)[ \t]+\*[ \t]+(?=\w)", " times ", text)
-    text = re.sub(r"[ \t]*\|[ \t]*", ", ", text)
-    text = "".join(_spoken(character) for character in text)
-    text = _MANY_DIGITS.sub(lambda match: " ".join(match[0].replace(",", "")), text)
-    text = _REPEATED.sub(lambda match: "..." if match[1] == "." and len(match[0]) > 2 else match[1], text)
-    text = re.sub(r"[ \t]+(?=[.,;:!?])", "", text)
-    lines = (" ".join(line.split()).lstrip(" ,;:") for line in text.split("\n"))
-    return "\n".join(line for line in lines if _LETTER_OR_DIGIT.search(line))
-
-
-def _spoken(character: str) -> str:
-    """The character or its replacement: white space where the voice cannot speak it."""
-    if character.isascii():
-        keep = character.isalnum() or character in _SPOKEN_MARKS or character == "\n"
-        # Emphasis marks touch a word: they leave no gap.
-        return character if keep else ("" if character in "*`~" else " ")
-    if character in _PLAINER:
-        return _PLAINER[character]
-    if character in _SPOKEN_MARKS:
-        return character
-    if character.isalpha() and unicodedata.name(character, "").startswith("LATIN"):
-        return character
-    if character.isdecimal():
-        return str(unicodedata.decimal(character))
-    return "" if unicodedata.category(character) in ("Cf", "Mn") else " "
