@@ -38,6 +38,10 @@ class MediaError(InvalidRequestError, code="invalid_media"):
     """An image, audio clip or video that cannot be decoded."""
 
 
+class UnclearSpeechError(MediaError, code="unclear_speech"):
+    """Speech was detected in a clip, and the model gives no words for it."""
+
+
 class AdapterError(InvalidRequestError, code="invalid_adapter"):
     """A LoRA adapter that is unknown, cannot be read, or does not fit the model."""
 

@@ -19,6 +19,7 @@ from omnistage.core.errors import (
     MediaError,
     OmniError,
     PromptTooLongError,
+    UnclearSpeechError,
 )
 from omnistage.core.family import LoadContext
 from omnistage.core.messages import PLAIN_TEMPLATE, AudioPart, ChatMessage, ImagePart, TemplateOptions, TextPart
@@ -261,7 +262,13 @@ class ChatToPrompt(ModuleComponent):
         for message in payload.messages:
             for part in message.parts:
                 if isinstance(part, AudioPart):
-                    texts.append((yield from self._media.transcribe(part)) or _INAUDIBLE)
+                    try:
+                        texts.append((yield from self._media.transcribe(part)) or _INAUDIBLE)
+                    except UnclearSpeechError as error:
+                        if message is payload.messages[-1]:
+                            error.param = "messages"
+                            raise
+                        texts.append(_INAUDIBLE)
                 elif isinstance(part, ImagePart):
                     texts.append((yield from self._media.describe(part)))
                 elif not isinstance(part, TextPart):

@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from omnistage.core.errors import CheckpointError, LimitExceededError, MediaError, MissingDependencyError
+from omnistage.core.errors import (
+    CheckpointError,
+    LimitExceededError,
+    MediaError,
+    MissingDependencyError,
+    UnclearSpeechError,
+)
 from omnistage.engines.codec.onnx_external_data import check_external_files
+from omnistage.media.vad import speech_spans
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -26,13 +33,16 @@ _TOKENS_PER_SECOND = 6.5
 """Moonshine's own limit: speech is not faster, so more tokens would be hallucinated."""
 _SPARE_TOKENS, _MORE_TOKENS = 4, 32
 _MIN_PART_SECONDS = 1.5
-"""What is said in a piece whose decoding finds no end is sought in parts, down to this."""
+"""What is said in a piece whose decoding gives too little, or finds no end, is sought in parts, down to this."""
 _SILENCE = 1e-4
 """A clip whose peak is below this (-80 dB) is silent."""
-_FRAME = SAMPLE_RATE // 50
 _LEAD_SECONDS, _BEFORE_SECONDS = 0.5, 0.3
 """Of two seconds of quiet before the first word Moonshine makes an empty text: then it is given the clip from shortly
-before the sound begins, where more than a lead lies before it."""
+before the speech begins, where more than a lead lies before it."""
+_MIN_SPEECH_SECONDS = 0.25
+"""Less is a click or a cough, which needs no words."""
+_LETTERS_PER_SECOND = 5
+"""Of speech without its pauses. Slow speech has 8; where a text has fewer, the model left something out."""
 _LOOP_PERIOD, _LOOP_REPEATS, _LOOP_TOKENS = 12, 6, 10
 """A loop: a block of at most 12 tokens that repeats 6 times or more, over at least 10 tokens."""
 
@@ -61,7 +71,9 @@ class SpeechToText:
         return all((folder / name).is_file() for name in (ENCODER, DECODER, TOKENIZER))
 
     def transcribe(self, samples: Samples, over: Callable[[], bool] | None = None) -> str:
-        """The words in `samples` (mono, 16 kHz, in [-1, 1]); empty for silence and for clips that are too short.
+        """The words in `samples` (mono, 16 kHz, in [-1, 1]); empty where nobody speaks or a clip is too short.
+
+        Raises `UnclearSpeechError` where somebody speaks and the model gives no words for it.
 
         `over` is called before each piece; once it returns true, the remaining pieces are skipped.
         """
@@ -77,41 +89,45 @@ class SpeechToText:
         return join(self._texts(samples))
 
     def _texts(self, samples: Samples) -> Iterator[str]:
-        """The words in a piece, whole. Where decoding finds no end, or no word in a sound that comes and goes, what is
-        said stands in its parts."""
-        hidden = self._encoder(samples)
-        max_tokens = int(len(samples) / SAMPLE_RATE * _TOKENS_PER_SECOND) + _SPARE_TOKENS
-        tokens = self._decoder.greedy(hidden, self._start, self._end, max_tokens)
-        divisible = len(samples) >= 2 * _MIN_PART_SECONDS * SAMPLE_RATE
-        if tokens is None and divisible:
-            yield from self._texts_of_parts(samples)
-            return
-        if tokens is None:
-            tokens = self._last_tokens(hidden, max_tokens)
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        if text.strip() == "" and (start := sound_start(samples)) is not None:
-            yield from self._texts(samples[start:])
-        elif text.strip() == "" and divisible and is_uneven(samples):
-            yield from self._texts_of_parts(samples)
+        """The words in a piece, whole. Where decoding finds no end, or too few words for the speech that is detected,
+        what is said stands in its parts; speech without a word is an error."""
+        text, ended = self._text(samples)
+        spans = speech_spans(samples)
+        seconds = sum(end - start for start, end in spans) / SAMPLE_RATE
+        if seconds < _MIN_SPEECH_SECONDS or (ended and _spoken_letters(text) >= _LETTERS_PER_SECOND * seconds):
+            yield text
+        elif text == "" and (quiet := spans[0][0] - int(_BEFORE_SECONDS * SAMPLE_RATE)) > _LEAD_SECONDS * SAMPLE_RATE:
+            yield from self._texts(samples[quiet:])
+        elif len(samples) >= 2 * _MIN_PART_SECONDS * SAMPLE_RATE:
+            cut = _widest_pause(samples, spans)
+            yield from self._texts(samples[:cut])
+            yield from self._texts(samples[cut:])
+        elif text == "":
+            raise UnclearSpeechError(
+                f"{seconds:.1f} s of speech were detected for which the model gives no words: speak more clearly, or "
+                "send a shorter clip"
+            )
         else:
-            yield text.strip()
+            yield text
 
-    def _texts_of_parts(self, samples: Samples) -> Iterator[str]:
-        cut = _quietest(samples, len(samples) // 4, 3 * len(samples) // 4)
-        yield from self._texts(samples[:cut])
-        yield from self._texts(samples[cut:])
-
-    def _last_tokens(self, hidden: Samples, max_tokens: int) -> list[int]:
-        """Of a part that is not split again.
+    def _text(self, samples: Samples) -> tuple[str, bool]:
+        """What the model gives for samples, and whether its decoding found an end within what speech can have.
 
         What does not end even with many more tokens is no speech, as nobody speaks that fast: a loop stands once, and
         of anything else as much as speech can have.
         """
+        hidden = self._encoder(samples)
+        max_tokens = int(len(samples) / SAMPLE_RATE * _TOKENS_PER_SECOND) + _SPARE_TOKENS
         tokens: list[int] = []
-        if self._decoder.greedy(hidden, self._start, self._end, max_tokens + _MORE_TOKENS, tokens) is not None:
-            return tokens
-        loops = (loop_start(tokens[:length]) for length in range(len(tokens) + 1))
-        return tokens[: next((keep for keep in loops if keep is not None), max_tokens)]
+        limit = max_tokens + _MORE_TOKENS
+        if self._decoder.greedy(hidden, self._start, self._end, limit, tokens) is None:
+            loops = (loop_start(tokens[:length]) for length in range(len(tokens) + 1))
+            return self._words(tokens[: next((keep for keep in loops if keep is not None), max_tokens)]), False
+        return self._words(tokens), len(tokens) < max_tokens
+
+    def _words(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text.strip()
 
 
 def check_clip(samples: Samples) -> None:
@@ -147,27 +163,20 @@ def _quietest(samples: Samples, start: int, end: int, window: int = SAMPLE_RATE 
     return end - window // 2 - int(np.argmin(energy[::-1]))
 
 
-def sound_start(samples: Samples) -> int | None:
-    """Where to begin so that little quiet is left before the first sound; None where there is little, or no sound."""
-    if not is_uneven(samples):
-        return None
-    loudness, floor = _loudness(samples)
-    peak = float(loudness.max())
-    first = int(np.argmax(loudness > max(3 * floor, 0.05 * peak))) * _FRAME
-    return first - int(_BEFORE_SECONDS * SAMPLE_RATE) if first > _LEAD_SECONDS * SAMPLE_RATE else None
+def _widest_pause(samples: Samples, spans: Sequence[tuple[int, int]]) -> int:
+    """Where to cut a piece in two: in the middle of its widest pause, or of its quietest moment where it has none."""
+    shortest = SAMPLE_RATE // 2
+    pauses = [
+        (start - end, (start + end) // 2)
+        for (_, end), (start, _) in itertools.pairwise(spans)
+        if shortest <= (start + end) // 2 <= len(samples) - shortest
+    ]
+    return max(pauses)[1] if pauses else _quietest(samples, len(samples) // 4, 3 * len(samples) // 4)
 
 
-def is_uneven(samples: Samples) -> bool:
-    """Whether the sound comes and goes, as speech does; noise and tones are all alike."""
-    loudness, floor = _loudness(samples)
-    return len(loudness) > 0 and float(loudness.max()) >= 4 * floor
-
-
-def _loudness(samples: Samples) -> tuple[NDArray[np.float64], float]:
-    """Of each frame; and what is there all the time."""
-    frames = samples[: len(samples) // _FRAME * _FRAME].reshape(-1, _FRAME)
-    loudness = np.sqrt(np.square(frames, dtype=np.float64).mean(axis=1))
-    return loudness, float(np.quantile(loudness, 0.1)) if len(loudness) else 0.0
+def _spoken_letters(text: str) -> int:
+    """About how many letters are spoken; a digit counts as the letters of its name."""
+    return sum(4 if letter.isdigit() else letter.isalpha() for letter in text)
 
 
 def loop_start(tokens: Sequence[int]) -> int | None:

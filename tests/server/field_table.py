@@ -148,7 +148,7 @@ _NOT_OF_RESPONSES: dict[str, Row] = {
 _SOUND_ONLY = "speech has none; for diffusion models that generate sound"
 _ENGLISH = "the starter hears English alone"
 _SECONDS = "by the starter, which counts seconds; others count tokens"
-_LIKELIEST = "a transcription takes the likeliest words"
+_NO_SAMPLING = "only temperature and seed can be set"
 FIELDS: dict[str, dict[str, Row]] = {
     "chat/completions": {
         **_TEXT,
@@ -276,14 +276,14 @@ FIELDS: dict[str, dict[str, Row]] = {
         "include[]": refused("logprobs", "no log probabilities"),
         "known_speaker_names[]": refused("Ann", "speakers are not told apart"),
         "known_speaker_references[]": refused("data:,", "speakers are not told apart"),
-        "seed": refused("3", _LIKELIEST),
+        "seed": unseen("3", "by models that sample; others choose nothing at random"),
         "n": refused("2", "there is one transcription"),
-        "top_p": refused("0.5", _LIKELIEST),
-        "top_k": refused("5", _LIKELIEST),
-        "min_p": refused("0.5", _LIKELIEST),
-        "frequency_penalty": refused("1", _LIKELIEST),
-        "presence_penalty": refused("1", _LIKELIEST),
-        "repetition_penalty": refused("2", _LIKELIEST),
+        "top_p": refused("0.5", _NO_SAMPLING),
+        "top_k": refused("5", _NO_SAMPLING),
+        "min_p": refused("0.5", _NO_SAMPLING),
+        "frequency_penalty": refused("1", _NO_SAMPLING),
+        "presence_penalty": refused("1", _NO_SAMPLING),
+        "repetition_penalty": refused("2", _NO_SAMPLING),
         "vllm_xargs": refused("{}", "no such extensions"),
         "to_language": refused("fr", "use /v1/audio/translations"),
         "hotwords": refused("Ann", "use keywords"),

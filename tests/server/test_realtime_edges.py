@@ -307,7 +307,7 @@ def test_a_model_that_does_not_hear_says_so(server: Running) -> None:
 
 
 def test_without_the_extra_there_are_no_turns(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("omnistage.server.realtime.vad._model_path", lambda: None)
+    monkeypatch.setattr("omnistage.media.vad._model_path", lambda: None)
     with raw_socket(server) as talk:
         assert talk.recv()["session"]["audio"]["input"]["turn_detection"] is None
         talk.send("session.update", session={"audio": {"input": {"turn_detection": {"type": "server_vad"}}}})

@@ -103,6 +103,14 @@ def test_languages_and_keywords_are_told_to_the_model(client: openai.OpenAI) -> 
     assert counts == sorted(set(counts))
 
 
+def test_a_chat_model_samples_by_the_seed(client: openai.OpenAI) -> None:
+    hot: dict[str, Any] = {**GIVEN, "temperature": 1}
+    same, again, other = (
+        client.audio.transcriptions.create(**hot, extra_body={"seed": seed}).text for seed in (-7, -7, 8)
+    )
+    assert same == again != other
+
+
 # ---------------------------------------------------------------------------------------------------- not whole
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +22,7 @@ pytest.importorskip("onnxruntime", reason="speech recognition runs on ONNX Runti
 from omnistage_starter import tiny_speech_to_text
 from omnistage_starter.bridges import SPOKEN
 from omnistage_starter.hear import MAX_IMAGES, MAX_READ_ALOUD_CHARACTERS, READ_ALOUD
-from omnistage_starter.parts.manifest import STARTER
-from omnistage_starter.parts.store import Store
-from omnistage_starter.speech_to_text import MAX_SECONDS, SAMPLE_RATE, SpeechToText, loop_start, sound_start, split
+from omnistage_starter.speech_to_text import MAX_SECONDS, SAMPLE_RATE, SpeechToText, loop_start, split
 from omnistage_starter.tiny_speech_to_text import WORDS, write_speech_to_text
 
 from omnistage.core.clips import AudioClip
@@ -34,6 +33,7 @@ from omnistage.core.errors import (
     MediaError,
     MissingDependencyError,
     PromptTooLongError,
+    UnclearSpeechError,
 )
 from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, TextPart
 from omnistage.core.params import CodecParams
@@ -110,65 +110,84 @@ def test_silence_gives_no_words(scripted: Script) -> None:
 
 
 def test_a_long_clip_is_transcribed_in_pieces(scripted: Script) -> None:
-    model = scripted("the", "cat", "</s>")
+    model = scripted(*("the", "cat") * 10, "</s>")
     sound = np.concatenate([voice(10.0, SAMPLE_RATE), silence(1.0, SAMPLE_RATE), voice(10.0, SAMPLE_RATE)])
-    assert model.transcribe(sound) == "the cat the cat"
+    assert model.transcribe(sound) == " ".join(["the cat"] * 20)
 
 
-def test_speech_after_a_long_pause_is_not_lost(scripted: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = scripted("the", "cat", "</s>")
-    encoder, decoder = model._encoder, model._decoder
-    encoded: list[NDArray[np.float32]] = []
+Hearing = Callable[[NDArray[np.float32]], bool]
 
-    def encode(samples: NDArray[np.float32]) -> NDArray[np.float32]:
-        encoded.append(samples)
-        return encoder(samples)
 
-    def greedy(*arguments: Any) -> list[int] | None:
-        """As Moonshine: where a clip begins with quiet it hears nothing at all."""
-        quiet = float(np.abs(encoded[-1][:SAMPLE_RATE]).max()) < 0.05
-        return [] if quiet else decoder.greedy(*arguments)
+@dataclass
+class Recognised:
+    """A model that gives "the cat" for what `hears` is true of, and nothing for the rest; `encoded` is its input."""
 
-    monkeypatch.setattr(model, "_encoder", encode)
-    monkeypatch.setattr(model, "_decoder", SimpleNamespace(greedy=greedy))
+    model: SpeechToText
+    encoded: list[NDArray[np.float32]]
+
+
+@pytest.fixture
+def hearing(scripted: Script, monkeypatch: pytest.MonkeyPatch) -> Callable[[Hearing], Recognised]:
+    def make(hears: Hearing) -> Recognised:
+        model = scripted("the", "cat", "</s>")
+        encoder, decoder = model._encoder, model._decoder
+        encoded: list[NDArray[np.float32]] = []
+
+        def encode(samples: NDArray[np.float32]) -> NDArray[np.float32]:
+            encoded.append(samples)
+            return encoder(samples)
+
+        def greedy(*arguments: Any) -> list[int] | None:
+            return decoder.greedy(*arguments) if hears(encoded[-1]) else []
+
+        monkeypatch.setattr(model, "_encoder", encode)
+        monkeypatch.setattr(model, "_decoder", SimpleNamespace(greedy=greedy))
+        return Recognised(model, encoded)
+
+    return make
+
+
+def test_speech_after_a_long_pause_is_not_lost(hearing: Callable[[Hearing], Recognised]) -> None:
+    # As Moonshine: where a clip begins with quiet it hears nothing at all.
+    recognised = hearing(lambda samples: float(np.abs(samples[:SAMPLE_RATE]).max()) >= 0.1)
     for quiet in (silence(2.0, SAMPLE_RATE), 0.1 * noise(3.0, SAMPLE_RATE)):
-        sound = np.concatenate([quiet, voice(2.0, SAMPLE_RATE), silence(4.0, SAMPLE_RATE)])
-        assert model.transcribe(sound) == "the cat"
-        assert 0 < len(sound) - len(encoded[-1]) < len(quiet)  # what is left out lies before the first word
-    assert model.transcribe(noise(3.0, SAMPLE_RATE) / 20) == ""
-    assert len(encoded) == 5
+        sound = np.concatenate([quiet, voice(1.2, SAMPLE_RATE), silence(1.0, SAMPLE_RATE)])
+        recognised.encoded.clear()
+        assert recognised.model.transcribe(sound) == "the cat"
+        assert len(recognised.encoded) == 2
+        assert 0 < len(sound) - len(recognised.encoded[-1]) < len(quiet)  # what is left out lies before the first word
 
 
-def test_what_a_piece_leaves_out_is_sought_in_its_parts(scripted: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = scripted("the", "cat", "</s>")
-    encoder, decoder = model._encoder, model._decoder
-    encoded: list[NDArray[np.float32]] = []
-
-    def encode(samples: NDArray[np.float32]) -> NDArray[np.float32]:
-        encoded.append(samples)
-        return encoder(samples)
-
-    def greedy(*arguments: Any) -> list[int] | None:
-        """As Moonshine: of a word that is said again and again it hears nothing, nor of what is said beside it."""
-        return [] if len(encoded[-1]) > 3 * SAMPLE_RATE else decoder.greedy(*arguments)
-
-    monkeypatch.setattr(model, "_encoder", encode)
-    monkeypatch.setattr(model, "_decoder", SimpleNamespace(greedy=greedy))
-    said = voice(1.8, SAMPLE_RATE)
-    assert model.transcribe(np.concatenate([said, silence(0.4, SAMPLE_RATE), said])) == "the cat the cat"
-    encoded.clear()
-    assert model.transcribe(noise(4.0, SAMPLE_RATE)) == ""  # which is no speech, and not sought in
-    assert len(encoded) == 1
+def test_what_a_piece_leaves_out_is_sought_between_its_pauses(hearing: Callable[[Hearing], Recognised]) -> None:
+    # As Moonshine: of a word that is said again and again it hears nothing, nor of what is said beside it.
+    recognised = hearing(lambda samples: len(samples) <= 2.5 * SAMPLE_RATE)
+    said = voice(1.2, SAMPLE_RATE)
+    sound = np.concatenate([said, silence(0.8, SAMPLE_RATE), said])
+    assert recognised.model.transcribe(sound) == "the cat the cat"
+    assert [round(len(samples) / SAMPLE_RATE, 1) for samples in recognised.encoded] == [3.2, 1.6, 1.6]
 
 
-@given(st.integers(0, 4 * SAMPLE_RATE), st.floats(0, 0.02))
-def test_sound_begins_where_it_gets_loud(lead: int, level: float) -> None:
-    chance = np.random.default_rng(lead)
-    sound = np.concatenate([np.zeros(lead, np.float32), voice(1.5, SAMPLE_RATE), np.zeros(SAMPLE_RATE, np.float32)])
-    start = sound_start(sound + level * chance.standard_normal(len(sound)).astype(np.float32))
-    assert start is None if lead < 0.4 * SAMPLE_RATE else (start is None or lead - SAMPLE_RATE < start <= lead)
-    if lead > 0.6 * SAMPLE_RATE:
-        assert start is not None
+def test_words_that_are_too_few_for_the_speech_are_sought_in_its_parts(
+    hearing: Callable[[Hearing], Recognised],
+) -> None:
+    recognised = hearing(lambda samples: True)
+    said = [voice(1.0, SAMPLE_RATE), silence(0.8, SAMPLE_RATE)]
+    assert recognised.model.transcribe(np.concatenate(said * 3)) == "the cat the cat the cat"
+
+
+@pytest.mark.parametrize("seconds", [0.6, 2.0, 6.0])
+def test_speech_without_a_word_is_an_error(hearing: Callable[[Hearing], Recognised], seconds: float) -> None:
+    with pytest.raises(UnclearSpeechError, match=r"s of speech were detected .* no words"):
+        hearing(lambda samples: False).model.transcribe(voice(seconds, SAMPLE_RATE))
+
+
+def test_sounds_without_speech_cost_one_run(hearing: Callable[[Hearing], Recognised]) -> None:
+    recognised = hearing(lambda samples: False)
+    beep = 0.3 * np.sin(np.arange(SAMPLE_RATE // 4) * 0.2).astype(np.float32)
+    for sound in (noise(12.0, SAMPLE_RATE), np.concatenate([beep, silence(0.5, SAMPLE_RATE)] * 16)):
+        recognised.encoded.clear()
+        assert recognised.model.transcribe(sound) == ""
+        assert len(recognised.encoded) == 1
 
 
 # ------------------------------------------------------------------------------------------------------ limits
@@ -353,6 +372,22 @@ def test_a_piece_that_fails_ends_its_own_request(harness: HearStageHarness) -> N
     assert not harness.stage.component._running  # type: ignore[attr-defined]
 
 
+def test_unclear_speech_fails_its_message_and_is_inaudible_in_a_conversation_that_goes_on(
+    harness: HearStageHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unclear(samples: NDArray[np.float32]) -> str:
+        raise UnclearSpeechError("1.0 s of speech were detected")
+
+    monkeypatch.setattr(harness.speech_to_text, "transcribe_piece", unclear)
+    harness.submit("r", clip(2.0))
+    [failed] = [chunk.error for chunk in harness.stage.drain() if chunk.finish is FinishReason.ERROR]
+    assert isinstance(failed, UnclearSpeechError)
+    assert failed.param == "messages"
+    earlier = ChatInput((ChatMessage("user", (clip(2.0),)), ChatMessage("user", (TextPart("Hello!"),))))
+    harness.stage.submit(StageInput(RequestInfo("s"), CodecParams(), earlier))
+    assert prompts(harness.stage.drain())["s"].token_ids
+
+
 def test_a_prompt_that_is_too_long_fails_alone_in_its_batch(
     harness: HearStageHarness,
 ) -> None:
@@ -406,44 +441,3 @@ def test_text_to_read_aloud_is_limited_and_gives_audio_only(
     harness.stage.submit(request)
     [prompt] = prompts(harness.stage.drain()).values()
     assert bytes(prompt.context[SPOKEN].tolist()).decode() == "x" * length
-
-
-# ------------------------------------------------------------------------------------------------------ the real one
-
-
-@pytest.fixture(scope="module")
-def real() -> SpeechToText:
-    folder = Store.of(STARTER).root / "hear"
-    if not SpeechToText.present(folder):
-        pytest.skip("speech recognition is not here: `omnistage pull starter` fetches it")
-    return SpeechToText(folder)
-
-
-@pytest.mark.parametrize(
-    "sound",
-    [noise(2.0, SAMPLE_RATE), 20 * noise(2.0, SAMPLE_RATE), silence(2.0, SAMPLE_RATE)],
-    ids=["noise", "loud", "silence"],
-)
-def test_the_real_model_gives_no_words_without_speech(real: SpeechToText, sound: NDArray[np.float32]) -> None:
-    assert real.transcribe(sound) == ""
-
-
-@pytest.mark.parametrize(("before", "after"), [(2.0, 0.0), (2.0, 4.0), (6.0, 1.0)])
-def test_the_real_model_hears_a_sentence_after_a_pause(real: SpeechToText, before: float, after: float) -> None:
-    pytest.importorskip("hibari", reason="the voice is the package hibari-tts")
-    import soxr
-    from omnistage_starter.text_to_speech import Voice
-
-    said = soxr.resample(Voice().synthesise("What is the capital of France?"), 24_000, SAMPLE_RATE)
-    sound = np.concatenate([silence(before, SAMPLE_RATE), said, silence(after, SAMPLE_RATE)])
-    assert real.transcribe(sound) == "What is the capital of France?"
-
-
-def test_the_real_model_transcribes_the_real_voice(real: SpeechToText) -> None:
-    pytest.importorskip("hibari", reason="the voice is the package hibari-tts")
-    import soxr
-    from omnistage_starter.text_to_speech import Voice
-
-    sound = Voice().synthesise("The quick brown fox jumps over the lazy dog. My brother plays the piano.")
-    text = real.transcribe(soxr.resample(sound, 24_000, SAMPLE_RATE))
-    assert text.lower().replace(",", ".") == "the quick brown fox jumps over the lazy dog. my brother plays the piano."

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 pytest.importorskip("onnxruntime")
 
 from omnistage.core.errors import LimitExceededError, MissingDependencyError
+from omnistage.media import vad
 from omnistage.media.audio import StreamResampler
-from omnistage.server.realtime import vad
+from omnistage.media.vad import FRAME, FRAME_MS, RATE, Silero, TurnDetector
 from omnistage.server.realtime.config import ServerVad
 from omnistage.server.realtime.input_audio import InputAudio
-from omnistage.server.realtime.vad import FRAME, FRAME_MS, RATE, Silero, TurnDetector
 from tests.voice import as_int16, noise, silence, voice
 
 # -------------------------------------------------------------------------------------------------- the network
@@ -56,7 +56,7 @@ def test_two_streams_do_not_hear_each_other() -> None:
 
 def test_none_of_the_packages_python_is_imported() -> None:
     code = (
-        "import sys; from omnistage.server.realtime.vad import Silero; import numpy as np;"
+        "import sys; from omnistage.media.vad import Silero; import numpy as np;"
         "Silero().push(np.zeros(512, np.float32)); sys.exit('silero_vad' in sys.modules or 'torchaudio' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

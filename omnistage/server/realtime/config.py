@@ -15,6 +15,7 @@ from omnistage.core.errors import InvalidRequestError, UnsupportedModalityError
 from omnistage.core.family import AudioLimits
 from omnistage.core.params import SamplingParams, StageParams
 from omnistage.core.types import Modality
+from omnistage.media.vad import require_vad, vad_available
 from omnistage.server.openai.audio import capabilities
 from omnistage.server.openai.base import Metadata
 from omnistage.server.openai.responses.tools import FlatTool
@@ -31,7 +32,6 @@ from omnistage.server.openai.tools import (
 from omnistage.server.realtime.audio import RATES, FormatName
 from omnistage.server.realtime.base import ClientModel, Ignored, JsonObject, validate
 from omnistage.server.realtime.preview import from_preview, merge_settings
-from omnistage.server.realtime.vad import require_vad, vad_available
 from omnistage.server.service import ServedModel
 
 MAX_INSTRUCTIONS = 200_000

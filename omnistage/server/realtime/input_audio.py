@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from omnistage.core.errors import LimitExceededError
 from omnistage.media.audio import StreamResampler
+from omnistage.media.vad import FRAME, RATE, Silero, TurnDetector
 from omnistage.server.realtime.audio import RATES, FormatName
 from omnistage.server.realtime.config import TurnDetection
-from omnistage.server.realtime.vad import FRAME, RATE, Silero, TurnDetector
 
 SAMPLE_BYTES = 2
 

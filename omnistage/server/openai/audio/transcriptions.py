@@ -45,7 +45,7 @@ from omnistage.server.openai.audio.transcript_events import (
     tokens_used,
 )
 from omnistage.server.openai.base import WireModel, only
-from omnistage.server.openai.request_models import Finite
+from omnistage.server.openai.request_models import Finite, Seed
 from omnistage.server.openai.running import final_of, final_output
 from omnistage.server.service import ServedModel, Service
 
@@ -56,7 +56,7 @@ MAX_TRANSCRIPT_TOKENS = 1_000_000
 """The largest value: a transcription is as long as the speech, so that the model's context is its limit."""
 _TIMED = ("srt", "vtt")
 _ENGLISH = ("en", "english")
-_GREEDY = "a transcription takes the likeliest words; leave it out"
+_NO_SAMPLING = "is not supported: of how words are chosen only temperature and seed can be set; leave it out"
 _NO_SPEAKERS = "speakers are not distinguished; leave it out"
 Language = Annotated[str, Field(max_length=40, pattern="^[A-Za-z][A-Za-z -]*$")]
 
@@ -79,14 +79,14 @@ class TranscriptionForm(WireModel):
     max_completion_tokens: int | None = Field(
         default=None, ge=1, description="Without effect: a transcription is as long as the speech."
     )
-    seed: Annotated[None, only(why=_GREEDY)] = None
+    seed: Seed | None = Field(default=None, description="Of chat models; others choose nothing at random.")
     n: Annotated[Literal["1"] | None, only("1", why="must be 1: there is one transcription; leave it out")] = None
-    top_p: Annotated[None, only(why=_GREEDY)] = None
-    top_k: Annotated[None, only(why=_GREEDY)] = None
-    min_p: Annotated[None, only(why=_GREEDY)] = None
-    frequency_penalty: Annotated[None, only(why=_GREEDY)] = None
-    presence_penalty: Annotated[None, only(why=_GREEDY)] = None
-    repetition_penalty: Annotated[None, only(why=_GREEDY)] = None
+    top_p: Annotated[None, only(why=_NO_SAMPLING)] = None
+    top_k: Annotated[None, only(why=_NO_SAMPLING)] = None
+    min_p: Annotated[None, only(why=_NO_SAMPLING)] = None
+    frequency_penalty: Annotated[None, only(why=_NO_SAMPLING)] = None
+    presence_penalty: Annotated[None, only(why=_NO_SAMPLING)] = None
+    repetition_penalty: Annotated[None, only(why=_NO_SAMPLING)] = None
     to_language: Annotated[None, only(why="nothing is translated here; send it to /v1/audio/translations")] = None
     vllm_xargs: Annotated[None, only(why="is not supported; leave it out")] = None
     # OpenAI's, refused with a reason
@@ -137,6 +137,11 @@ class TranscriptionForm(WireModel):
                 raise InvalidRequestError("is for streams; send stream: true, or leave it out", param=name)
         if self.max_completion_tokens is not None:
             note_ignored("max_completion_tokens")
+
+    def sampling(self) -> SamplingParams:
+        """For a chat model. OpenAI's seeds may be negative."""
+        seed = None if self.seed is None else self.seed % 2**63
+        return SamplingParams(temperature=self.temperature, seed=seed, max_tokens=MAX_TRANSCRIPT_TOKENS)
 
     def reject_timestamps(self) -> None:
         """Raise for options that only speech recognition with timestamps has."""
@@ -278,7 +283,7 @@ async def transcriptions(
         holder,
         served,
         [{"role": "user", "content": content}],
-        {stage: SamplingParams(temperature=form.temperature, max_tokens=MAX_TRANSCRIPT_TOKENS)},
+        {stage: form.sampling()},
         RequestOptions(["text"], None, 0, form.timeout),
         rename=lambda path: "file" if path == "prompt" or path.startswith("messages") else path,
     )

@@ -25,7 +25,7 @@ FRAME_MS = FRAME * 1000 // RATE
 _CONTEXT = 64
 _HYSTERESIS = 0.15
 """Ongoing speech stays speech until its probability is this far below the threshold."""
-_MISSING = "turn detection needs more packages on the server: pip install 'omnistage[realtime]'"
+_MISSING = "detecting speech needs more packages: pip install 'omnistage[realtime]'"
 
 
 class _Network(Protocol):
@@ -95,6 +95,18 @@ class Silero:
         probability, self._state = self._network.run(None, inputs)
         self._context = window[-_CONTEXT:]
         return float(probability[0, 0])
+
+
+def speech_spans(samples: NDArray[np.float32], threshold: float = 0.5) -> list[tuple[int, int]]:
+    """Where speech is in a clip at 16 kHz: the first sample of each stretch, and the one after its last."""
+    spans: list[tuple[int, int]] = []
+    speaking = False
+    for number, probability in enumerate(Silero().push(samples)):
+        continues, speaking = speaking, probability >= threshold - (_HYSTERESIS if speaking else 0.0)
+        if speaking:
+            start = spans.pop()[0] if continues else number * FRAME
+            spans.append((start, (number + 1) * FRAME))
+    return spans
 
 
 @dataclass(slots=True)
