@@ -65,6 +65,9 @@ def message_of(problem: Mapping[str, Any]) -> str:
         return "is missing; give it"
     if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):  # pydantic's has our classes' names
         return "must be an object with named fields"
+    if problem["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        kinds = problem.get("ctx", {}).get("expected_tags")
+        return f"must have a `type` that is one of {kinds}" if kinds else "must have a `type`"
     if problem["type"] == "tuple_type":
         return "must be a list"
     return f"{message} (got {short_repr(problem['input'])})" if "input" in problem else message

@@ -244,6 +244,15 @@ def test_files_that_a_model_does_not_take_are_named_and_another_model_goes_on_wi
     ended(page.locator(".answer"))
     use(page, "lm")
     expect(page.locator("#notice")).to_contain_text(f"lm does not take {file.name} from above")
+    page.get_by_role("button", name="Regenerate").click()
+    expect(page.locator("#notice")).to_have_text(f"lm does not take {file.name}: choose another model.")
+    page.get_by_role("button", name="Edit this message").click()
+    page.get_by_role("textbox", name="Edit this message").fill("What else is it?")
+    page.get_by_role("button", name="Send", exact=True).first.click()
+    expect(page.get_by_role("textbox", name="Edit this message")).to_have_value("What else is it?")  # it is not lost
+    page.get_by_role("button", name="Cancel").click()
+    expect(page.locator(".bubble")).to_contain_text(["What is it?"])
+    expect(page.locator(".answer[data-ended=done]")).to_have_count(1)  # the answer stays
     ended(ask(page, "And now?"))
     messages = watched.sent(CHAT).post_data_json["messages"]
     assert messages[0]["content"] == "What is it?"

@@ -18,10 +18,12 @@ import pytest
 import websockets.sync.client as sockets
 from websockets.exceptions import InvalidStatus
 
+from omnistage.core.errors import InvalidRequestError
 from omnistage.omni import AsyncOmni
 from omnistage.server.access.hosts import origin_allowed
 from omnistage.server.access.keys import Holder, Keyring, digest_of
 from omnistage.server.realtime import route as realtime
+from omnistage.server.realtime.config import SessionConfig, updated
 from omnistage.server.realtime.session import Session
 from omnistage.server.service import Service
 from tests.server.harness import Held, Running, aborted, serving, until
@@ -265,6 +267,25 @@ REFUSED: list[tuple[str, dict[str, Any], str | None]] = [
     ("response.cancel", {}, None),
     ("no.such.event", {}, "type"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"output_modalities": ["text", "audio"]}, 'must be ["text"] or ["audio"]; speech comes with its transcript'),
+        ({"output_modalities": []}, 'must be ["text"] or ["audio"]'),
+        ({"type": "transcription"}, "create_response of audio.input.turn_detection to false"),
+        ({"tool_choice": {"name": "f"}}, '{"type": "function", "name": NAME}'),
+        ({"tool_choice": {"type": "mcp", "name": "f"}}, '{"type": "function", "name": NAME}'),
+        ({"audio": {"input": {"turn_detection": {"type": "psychic"}}}}, "one of 'server_vad', 'semantic_vad'"),
+        ({"audio": {"input": {"turn_detection": {}}}}, "must have a `type`"),
+    ],
+)
+def test_settings_are_refused_in_plain_words(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        updated(SessionConfig(), settings, "session")
+    assert message in refused.value.message
+    assert "Tuple" not in refused.value.message
 
 
 def test_what_is_wrong_is_said_and_the_session_goes_on(talk: Raw) -> None:

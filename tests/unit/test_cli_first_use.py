@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import re
+import signal
+import subprocess
+import sys
 
 import pytest
 from hypothesis import example, given
@@ -191,3 +194,18 @@ def test_a_picture_leaves_room_for_the_conversation(size, height):
     assert len(lines) <= height - 3
     shape = size[0] / size[1] / (len(lines[0]) / (2 * len(lines)))
     assert 0.8 < shape < 1.25
+
+
+def test_ctrl_c_during_the_imports_ends_the_command_without_a_traceback() -> None:
+    interrupting = (
+        "import importlib.abc, signal, sys\n"
+        "class Finder(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'omnistage.cli.chat': signal.raise_signal(signal.SIGINT)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from omnistage.__main__ import main\n"
+        "main()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", interrupting, "list"], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")

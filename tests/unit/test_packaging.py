@@ -73,7 +73,7 @@ def test_the_wheel_holds_all_that_the_package_reads(wheel: Path) -> None:
 def test_the_wheel_installs_the_commands(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         entry_points = archive.read(f"omnistage-{__version__}.dist-info/entry_points.txt").decode()
-    assert "omnistage = omnistage.cli:app" in entry_points
+    assert "omnistage = omnistage.__main__:main" in entry_points
     assert "omnistage-review = omnistage_review.cli:main" in entry_points
     assert "omnistage.families" not in entry_points
 

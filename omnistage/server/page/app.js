@@ -126,10 +126,16 @@ function send() {
   ask(turn);
 }
 
-/** Ask a turn's question, now or once more. */
-function ask(turn) {
-  if (exchange.running !== null || talk.active || model() === undefined || !params.valid()) return;
-  notice();
+/** Ask a turn's question, now or once more, with another text if it was edited. False where it cannot be asked now. */
+function ask(turn, text = turn.text) {
+  if (exchange.running !== null || talk.active || model() === undefined || !params.valid()) return false;
+  const hindered = refusal(model(), attachments.misfitsOf(turn.attachments), ": choose another model.");
+  notice(hindered);
+  if (hindered) return false;
+  if (text !== turn.text) {
+    turn.text = text;
+    turn.question.show();
+  }
   conversation.cutAfter(turn);
   while (turn.question.element.nextSibling) turn.question.element.nextSibling.remove();
   turn.answer = null;
@@ -140,6 +146,7 @@ function ask(turn) {
   const view = new Answer(model(), { ...hooksOf(conversation, turn), showTimeline: traced ? (one) => one.trace && timeline.show(one.trace) : null });
   append(view.element);
   exchange.answer(last, view, conversation, turn).then((failure) => failure?.param && params.mark(failure.param, failure.message));
+  return true;
 }
 
 const hooksOf = (of, turn) => ({ urlOf: (blob) => of.urlOf(blob), again: () => ask(turn) });
@@ -147,11 +154,7 @@ const hooksOf = (of, turn) => ({ urlOf: (blob) => of.urlOf(blob), again: () => a
 /** Show a turn's question, and its answer where it has one. */
 function showTurn(of, turn) {
   $("empty").hidden = true;
-  const edited = (text) => {
-    turn.text = text;
-    turn.question.show();
-    ask(turn);
-  };
+  const edited = (text) => ask(turn, text);
   const listened = async (item) => {
     await hear(item, model());
     keeper.heard(of, turn);

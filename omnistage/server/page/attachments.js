@@ -66,7 +66,12 @@ export class Attachments {
 
   /** Names of attachments that the model does not take. */
   get misfits() {
-    return this.items.filter(({ kind }) => !this.accepted.has(kind)).map(({ name }) => name);
+    return this.misfitsOf(this.items);
+  }
+
+  /** Of these; one whose file is no longer kept is sent as words. */
+  misfitsOf(items) {
+    return items.filter(({ kind, file }) => file && !this.accepted.has(kind)).map(({ name }) => name);
   }
 
   get size() {

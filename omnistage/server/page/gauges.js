@@ -48,7 +48,7 @@ export class Gauges {
   draw({ models, memory }) {
     const model = models[this.model.id];
     if (model === undefined) return;
-    $("gauges-total").textContent = `${count(model.admitted)} admitted`;
+    $("gauges-total").textContent = `${count(model.admitted)} requests`;
     this.meter("queue", "In flight", model.inflight, model.max_inflight, `${model.inflight} of ${model.max_inflight}`);
     for (const [name, stage] of Object.entries(model.stages)) this.stage(name, stage);
     for (const replica of model.replicas) this.replica(replica, model.replicas);
@@ -63,10 +63,10 @@ export class Gauges {
   stage(name, { running, waiting, starved, extra }) {
     const now = [`${running} running`];
     if (waiting) now.push(`${waiting} waiting`);
-    if (starved) now.push(`${starved} starved`);
+    if (starved) now.push(`${starved} waiting for input`);
     if (extra.blocks) {
       const used = extra.blocks - extra.blocks_free;
-      this.meter(`stage-${name}`, name, used, extra.blocks, `${now.join(", ")} · ${count(used)} of ${count(extra.blocks)} blocks`);
+      this.meter(`stage-${name}`, name, used, extra.blocks, `${now.join(", ")} · ${Math.round((used / extra.blocks) * 100)} % of its cache`);
     } else {
       this.meter(`stage-${name}`, name, running, Math.max(running + waiting, 1), now.join(", "));
     }

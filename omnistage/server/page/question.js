@@ -6,7 +6,7 @@ import { render } from "./render.js";
 import { viewable } from "./viewer.js";
 
 export class Question {
-  /** `edited(text)` is called with the new text; `hear(item)` gives what is said in a recording, as a promise. */
+  /** `edited(text)` is called with the new text, and gives whether it was asked; `hear(item)` gives what is said in a recording, as a promise. */
   constructor(turn, { edited, hear }) {
     this.turn = turn;
     this.edited = edited;
@@ -88,8 +88,7 @@ export class Question {
       event.preventDefault();
       const text = field.value.trim();
       if (!text && this.turn.attachments.length === 0) return;
-      close();
-      this.edited(text);
+      if (this.edited(text)) close();
     });
     this.bubble.replaceWith(form);
     this.actions.hidden = true;

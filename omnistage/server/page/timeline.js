@@ -23,7 +23,7 @@ export class Timeline {
     this.ticks = new Map();
     $("timeline").replaceChildren();
     $("timeline-total").textContent = "";
-    $("timeline-note").textContent = "Waiting for the request to be admitted.";
+    $("timeline-note").textContent = "Waiting for the request to begin.";
     $("timeline-table").hidden = true;
   }
 

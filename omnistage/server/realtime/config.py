@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import FailFast, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, field_validator, model_validator
 
 from omnistage.core.errors import InvalidRequestError, UnsupportedModalityError
 from omnistage.core.family import AudioLimits
@@ -130,21 +130,44 @@ class FunctionTool(ClientModel, FlatTool):
 
 
 class FunctionChoice(ClientModel):
-    type: Literal["function"] = "function"
+    type: Literal["function"]
     name: str
+
+
+def _check_modalities(value: object) -> object:
+    if isinstance(value, list | tuple) and len(value) != 1:
+        raise ValueError('must be ["text"] or ["audio"]; speech comes with its transcript')
+    return value
+
+
+def _check_choice(value: object) -> object:
+    if isinstance(value, dict) and (value.keys() != {"type", "name"} or value["type"] != "function"):
+        raise ValueError('must be "auto", "none", "required", or {"type": "function", "name": NAME}')
+    return value
+
+
+def _check_session_type(value: object) -> object:
+    if value == "transcription":
+        raise ValueError(
+            "must be realtime; to transcribe alone, set audio.input.transcription, and create_response of "
+            "audio.input.turn_detection to false"
+        )
+    return value
 
 
 class ResponseConfig(ClientModel):
     """Settings of a session that a single response may override."""
 
-    output_modalities: Annotated[tuple[Literal["text", "audio"], ...], FailFast()] = Field(
-        default=("text",), min_length=1, max_length=1
-    )
+    output_modalities: Annotated[
+        tuple[Literal["text", "audio"], ...], FailFast(), BeforeValidator(_check_modalities)
+    ] = ("text",)
     instructions: str = Field(default="", max_length=MAX_INSTRUCTIONS)
     audio: AudioConfig = AudioConfig()
     max_output_tokens: _Count | Literal["inf"] = "inf"
     tools: Annotated[tuple[FunctionTool, ...], FailFast()] = Field(default=(), max_length=MAX_TOOLS)
-    tool_choice: Literal["auto", "none", "required"] | FunctionChoice = "auto"
+    tool_choice: Annotated[Literal["auto", "none", "required"] | FunctionChoice, BeforeValidator(_check_choice)] = (
+        "auto"
+    )
     parallel_tool_calls: bool | None = None
     # OpenAI's, without effect here
     reasoning: Ignored = None
@@ -187,7 +210,7 @@ class ResponseConfig(ClientModel):
 class SessionConfig(ResponseConfig):
     """A session's settings; an update keeps what it does not name."""
 
-    type: Literal["realtime"] = "realtime"
+    type: Annotated[Literal["realtime"], BeforeValidator(_check_session_type)] = "realtime"
     model: str | None = None
     truncation: Literal["auto", "disabled"] = "auto"
     # OpenAI's, without effect here; a client may send back what it received
