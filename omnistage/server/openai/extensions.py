@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from omnistage.core.messages import PLAIN_TEMPLATE, TemplateOptions
 from omnistage.core.params import StructuredOutput
@@ -147,17 +147,23 @@ class TemplateFields(WireModel):
     continue_final_message: bool = Field(default=False, description="Continue the last message, an assistant's.")
     add_generation_prompt: bool = Field(default=True, description="Open the assistant's turn.")
 
-    @model_validator(mode="after")
-    def _check_template(self) -> Self:
-        for name, value in (self.chat_template_kwargs or {}).items():
+    # Validators of fields: they cost nothing where a field is not sent, which is nearly always.
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_variables(cls, sent: TemplateVariables | None) -> TemplateVariables | None:
+        for name, value in (sent or {}).items():
             if isinstance(value, str) and len(value) > _MAX_VARIABLE_CHARS:
-                raise field_error(f"chat_template_kwargs.{name[:40]}", f"is over {_MAX_VARIABLE_CHARS} characters")
-        if not isinstance((self.chat_template_kwargs or {}).get("enable_thinking"), bool | None):
-            raise field_error("chat_template_kwargs.enable_thinking", "must be true or false")
-        explicit = "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt
-        if self.continue_final_message and explicit:
-            raise field_error("add_generation_prompt", "must be false where continue_final_message is true")
-        return self
+                raise field_error(name[:40], f"is over {_MAX_VARIABLE_CHARS} characters")
+        if not isinstance((sent or {}).get("enable_thinking"), bool | None):
+            raise field_error("enable_thinking", "must be true or false")
+        return sent
+
+    @field_validator("add_generation_prompt")
+    @classmethod
+    def _check_generation_prompt(cls, opens: bool, info: ValidationInfo) -> bool:
+        if opens and info.data.get("continue_final_message"):
+            raise ValueError("must be false where continue_final_message is true")
+        return opens
 
     @property
     def thinking(self) -> bool | None:
@@ -166,8 +172,11 @@ class TemplateFields(WireModel):
 
     def template(self, model: ServedModel) -> TemplateOptions:
         """What else the template is told."""
+        plain = not self.continue_final_message and self.add_generation_prompt
+        if plain and self.reasoning_effort is None and not self.chat_template_kwargs:
+            return PLAIN_TEMPLATE
         values = template_variables(model, self.reasoning_effort, self.chat_template_kwargs)
-        if not values and not self.continue_final_message and self.add_generation_prompt:
+        if plain and not values:
             return PLAIN_TEMPLATE
         return TemplateOptions(values, self.continue_final_message, self.add_generation_prompt)
 
