@@ -179,8 +179,9 @@ def check_numbers(path: Path, config: PreTrainedConfig) -> None:
         else:
             continue
         numbers = [each for each in taken if isinstance(each, int | float)]
-        # Without the field: no window, no scale.
-        if not any(math.isclose(value, each, rel_tol=1e-5) for each in numbers or [0.0, 1.0]):
+        same = [math.isclose(value, each, rel_tol=1e-5) for each in numbers or [0.0, 1.0]]
+        # Without the field: no window, no scale. With several names of it, a model may read any of them.
+        if not (all(same) if numbers and name in _NUMBERS else any(same)):
             used = ", ".join(map(str, numbers)) or "none"
             raise UnsupportedModelError(
                 f"{path.name} has {key} {value:g}, which transformers does not read from GGUF files of this kind (it "

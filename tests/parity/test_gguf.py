@@ -194,6 +194,8 @@ def test_a_file_of_which_transformers_would_make_another_model_is_refused(
         (transformers.Gemma2Config(num_hidden_layers=46), {}, "27 billion.*scale of attention"),
         (transformers.Gemma3TextConfig(num_hidden_layers=62), {}, "27 billion.*scale of attention"),
         (transformers.Gemma3TextConfig(), {"gemma3.rope.freq_base": 1e6}, ""),
+        (transformers.Lfm2Config(), {"lfm2.attention.layer_norm_rms_epsilon": 1e-5}, ""),
+        (transformers.Lfm2Config(rms_norm_eps=0.5), {"lfm2.attention.layer_norm_rms_epsilon": 0.5}, "with 0.5, 1e-05"),
         (transformers.LlamaConfig(), {"llama.logit_scale": 1.0}, ""),
         (transformers.LlamaConfig(), {"llama.logit_scale": 0.5}, "logit_scale 0.5,.*none"),
     ],
