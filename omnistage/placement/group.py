@@ -274,6 +274,7 @@ class StageGroup:
     def _lost(self, worker: Worker, why: str) -> None:
         """A process is gone, and nothing of it is delivered any more: end its requests, or start them elsewhere."""
         with self._lock:
+            self._prefixes.forget(worker)
             bindings = [binding for binding in self._bindings.values() if binding.worker is worker]
             calls = [call for call in self._calls.values() if call.worker is worker]
             for stage, stats in worker.stats.items():

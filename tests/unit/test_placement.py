@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -371,6 +373,16 @@ def test_a_prompt_goes_where_its_beginning_was_and_others_are_spread(voices: Pla
     assert [place(f"s{number}", ARInput((number,))).worker for number in range(2)].count(first.worker) == 1
     for binding in bindings:
         voices.group.release(binding, "talker")
+
+
+def test_nothing_is_kept_of_a_lost_process(voices: PlacedPipeline) -> None:
+    binding = voices.group._bind(RequestInfo("known"), ARInput(tuple(range(300))))
+    binding.stages.add("talker")
+    voices.group.release(binding, "talker")
+    lost = weakref.ref(binding.worker)
+    os.kill(binding.worker.host.pid, signal.SIGKILL)
+    del binding
+    eventually(lambda: gc.collect() >= 0 and lost() is None)
 
 
 def test_closing_ends_a_process_that_is_being_started_and_refuses_checks(tmp_path: Path) -> None:
