@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import logging
+import math
 import re
 import shutil
 import struct
@@ -20,7 +21,7 @@ from omnistage.core.errors import CheckpointError, MissingDependencyError, Unsup
 from omnistage.core.user_cache import HOME_VARIABLE, weights_home
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,24 @@ _READ_ERRORS = (
     struct.error,
 )
 """What `gguf` and `transformers` raise for files that they cannot read."""
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+_NUMBERS = {
+    "attention.layer_norm_epsilon": _EPSILONS,
+    "attention.layer_norm_rms_epsilon": _EPSILONS,
+    "attention.sliding_window": ("sliding_window",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "logit_scale": ("logit_scale",),
+    "embedding_scale": ("embedding_multiplier",),
+    "residual_scale": ("residual_multiplier",),
+    "attention.scale": ("attention_multiplier",),
+    "attention.clamp_kqv": ("clip_qkv",),
+    "expert_used_count": ("num_experts_per_tok",),
+}
+"""Metadata that changes answers, by its name without the architecture: the fields of configs that have it. Of many
+architectures `transformers` reads some of them only, and takes its own defaults for the others."""
+_OTHER_SCALES = {("gemma2", 46), ("gemma3", 62)}
+"""Models by their number of layers, as llama.cpp knows them."""
 
 
 def gguf_in(folder: Path) -> Path | None:
@@ -95,7 +114,9 @@ def _convert(path: Path, target: Path) -> None:
     try:
         scratch = _scratch(target)
         _check_positions(path)
-        _full_model(options, path).save_pretrained(scratch)
+        model = _full_model(options, path)
+        check_numbers(path, model.config)
+        model.save_pretrained(scratch)
         transformers.AutoTokenizer.from_pretrained(**options, trust_remote_code=False).save_pretrained(scratch)
         if not (target / "config.json").is_file():
             scratch.rename(target)
@@ -137,6 +158,67 @@ def _check_positions(path: Path) -> None:
         )
 
 
+def check_numbers(path: Path, config: PreTrainedConfig) -> None:
+    """Refuse files of which `transformers` has not taken a number that changes answers."""
+    import gguf
+
+    if (config.model_type.removesuffix("_text"), config.num_hidden_layers) in _OTHER_SCALES:
+        raise UnsupportedModelError(
+            f"{path.name} is a {config.model_type} of 27 billion weights, whose scale of attention GGUF files do not "
+            "hold and transformers takes for that of the smaller ones: its answers would be wrong; take the model's "
+            "safetensors"
+        )
+    for key, field in gguf.GGUFReader(str(path)).fields.items():
+        name, value = key.partition(".")[2], field.contents()
+        if not isinstance(value, int | float):
+            continue
+        if name in _NUMBERS:
+            taken = [getattr(config, field, None) for field in _NUMBERS[name]]
+        elif name in ("rope.freq_base", "rope.dimension_count"):
+            taken = _rotary(config, name)
+        else:
+            continue
+        numbers = [each for each in taken if isinstance(each, int | float)]
+        same = [math.isclose(value, each, rel_tol=1e-5) for each in numbers or [0.0, 1.0]]
+        # Without the field: no window, no scale. With several names of it, a model may read any of them.
+        if not (all(same) if numbers and name in _NUMBERS else any(same)):
+            used = ", ".join(map(str, numbers)) or "none"
+            raise UnsupportedModelError(
+                f"{path.name} has {key} {value:g}, which transformers does not read from GGUF files of this kind (it "
+                f"would compute with {used}): its answers would be wrong; take the model's safetensors"
+            )
+
+
+def _rotary(config: PreTrainedConfig, name: str) -> list[Any]:
+    """Bases or widths of the rotary embeddings that a model computes."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # by the kind of layer
+    if name == "rope.freq_base":
+        return [kind.get("rope_theta") for kind in kinds]
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    widths = [int(width * kind.get("partial_rotary_factor", 1.0)) for kind in kinds if "rope_theta" in kind]
+    return [getattr(config, "rotary_dim", None), getattr(config, "global_head_dim", None), *widths]
+
+
+def _check_all_read(path: Path, model: PreTrainedModel) -> None:
+    """Refuse files with weights that the model has no place for: `transformers` leaves them out without a word."""
+    import gguf
+
+    tensors = gguf.GGUFReader(str(path)).tensors
+    state = model.state_dict()
+    held = sum({tensor.data_ptr(): tensor.numel() for tensor in state.values()}.values())
+    tied = model.config.tie_word_embeddings  # of some a copy of the embedding is written as the head
+    there = sum(int(each.n_elements) for each in tensors if not (tied and each.name == "output.weight"))
+    if there > held:
+        biases = [each.name for each in tensors if each.name.endswith(".bias")]
+        named = biases[:1] if biases and not any(key.endswith(".bias") for key in state) else []
+        raise UnsupportedModelError(
+            f"{path.name} has {there - held} numbers more than {type(model).__name__} of transformers takes"
+            f"{''.join(f', first those of {name}' for name in named)}: its answers would be wrong; take the model's "
+            "safetensors"
+        )
+
+
 def _full_model(options: Any, path: Path) -> PreTrainedModel:
     import torch
 
@@ -151,6 +233,7 @@ def _full_model(options: Any, path: Path) -> PreTrainedModel:
             f"{path.name} lacks {len(missing)} weights of {type(loaded).__name__}, first {missing[0]}; fetch it again",
             param="model",
         )
+    _check_all_read(path, loaded)
     # A model that was loaded from quantised weights refuses to be saved: its tensors go to another one.
     config = loaded.config
     if hasattr(config, "quantization_config"):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from omnistage.config import OmniEngineArgs, resolve
 from omnistage.config.schema import ARBudget
-from omnistage.core.errors import AdapterError
+from omnistage.core.errors import AdapterError, ConfigError
 from omnistage.core.family import LoadContext
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import ARInput, OmniTokensPrompt, RequestInfo, StageInput, TokenChunk
@@ -22,10 +22,14 @@ from omnistage.engines.ar import adapters as ar_adapters
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.stage import ARStage
 from omnistage.hf import transformers
+from omnistage.models.causal_lm.component import CausalLM
+from omnistage.models.causal_lm.own_forward import OwnForwardLM
 from omnistage.models.registry import REGISTRY
 from omnistage.omni import Omni
 from tests.parity.adapter_checkpoints import CONFIGS, with_adapters
 from tests.parity.conftest import Checkpoints
+from tests.parity.test_causal_lm import make_model
+from tests.parity.test_recurrent import hybrid
 
 PROMPTS = [tuple((37 * i + 11 * start) % 870 for i in range(9 + 7 * start)) for start in range(6)]
 Wanted = str | Sequence[Mapping[str, object]] | None
@@ -267,3 +271,34 @@ def test_adapters_of_a_quantised_base_are_added_in_float(base: Base, monkeypatch
     requests: list[tuple[Sequence[int], Wanted]] = [(PROMPTS[3], "all"), (PROMPTS[2], None), (PROMPTS[1], "feed")]
     for (prompt, wanted), answer in zip(requests, run(stage, requests), strict=True):
         check(dequantised, prompt, wanted, answer)
+
+
+def on_recurrent(folder: Path, targets: Sequence[str]) -> tuple[CausalLM, Any]:
+    """A model with recurrent layers, and PEFT's over another one like it; three adapters in the folder."""
+    options = {"r": 3, "lora_alpha": 9, "target_modules": list(targets)}
+    return CausalLM(hybrid()), with_adapters(hybrid(), dict.fromkeys(("one", "two", "three"), options), folder)
+
+
+def test_layers_beside_recurrent_ones_get_what_peft_gives_them(tmp_path: Path) -> None:
+    component, reference = on_recurrent(tmp_path, ["q_proj", "o_proj", "down_proj"])
+    library = library_of(tmp_path, ["one", "two", "three"])
+    stage = ARStage("thinker", component, ARBudget(kv_blocks=32, block_size=8, prefill_chunk=8), library)
+    asked: list[tuple[tuple[int, ...], Wanted]] = [
+        (tuple(3 + (number * 37 + start) % 150 for number in range(5 + 6 * start)), wanted)
+        for start, wanted in enumerate((None, "one", "two", "three", "one"))
+    ]
+    for (prompt, wanted), (tokens, logprobs) in zip(asked, run(stage, asked, ignore_eos=False), strict=True):
+        check(Base(tmp_path, tmp_path, reference), prompt, wanted, (tokens, logprobs))
+
+
+def test_recurrent_layers_themselves_take_no_adapters(tmp_path: Path) -> None:
+    # They take a step's rows apart, so that a row would get what another one's adapter adds.
+    component, _ = on_recurrent(tmp_path, ["q_proj", "in_proj_qkv"])
+    with pytest.raises(AdapterError, match=r"linear_attn\.in_proj_qkv is no linear layer.*recurrent layers are none"):
+        ARStage("thinker", component, ARBudget(kv_blocks=16, block_size=8), library_of(tmp_path, ["one"]))
+
+
+def test_a_model_that_runs_its_own_forward_takes_no_adapters(tmp_path: Path) -> None:
+    component = OwnForwardLM(make_model("BloomConfig", n_head=6, num_key_value_heads=None))
+    with pytest.raises(ConfigError, match="not in a flattened batch, and takes no adapters"):
+        ARStage("thinker", component, ARBudget(kv_blocks=16, block_size=8), library_of(tmp_path, ["one"]))

@@ -18,9 +18,10 @@ from omnistage.core.family import LoadContext
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import ARInput, RequestInfo, StageInput, TokenChunk
 from omnistage.core.verification import VerifyRow, count_differences
+from omnistage.engines.ar.attention import recording, sdpa
 from omnistage.engines.ar.stage import ARStage
 from omnistage.hf import transformers
-from omnistage.models.causal_lm import tiny, verify
+from omnistage.models.causal_lm import probe, tiny, verify
 from omnistage.models.causal_lm.component import CausalLM, load
 from omnistage.models.loading import max_sequence_length
 from omnistage.models.registry import REGISTRY
@@ -182,6 +183,27 @@ def test_windows_are_those_of_the_models_masks_whatever_its_modules_say(monkeypa
     for layer in model.model.layers:
         monkeypatch.setattr(layer.self_attn, "sliding_window", None)
     assert [module.paged_window for module in CausalLM(model).attention_modules] == [64, None, 64]
+
+
+@pytest.mark.parametrize("window", [4999, 5001, None], ids=["one less", "one more", "none"])
+def test_a_window_that_is_read_wrongly_is_found_however_long_it_is(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "_check_cached_windows", lambda *args: None)
+    sound = CausalLM(make_model("MistralConfig", sliding_window=5000))
+    assert [module.paged_window for module in sound.attention_modules] == [5000] * 3
+    monkeypatch.setattr(recording, "_window_of", lambda *args: window)
+    with pytest.raises(UnsupportedModelError, match="MistralAttention would attend to other keys"):
+        CausalLM(make_model("MistralConfig", sliding_window=5000))
+
+
+@pytest.mark.parametrize("place", [sdpa._Chunk, sdpa.SdpaPlan])
+def test_an_engine_that_applies_another_window_is_found(place: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "mask" if place is sdpa._Chunk else "single_mask"
+    plain = getattr(place, name)
+    monkeypatch.setattr(place, name, lambda self, window: plain(self, None if window is None else window + 1))
+    with pytest.raises(UnsupportedModelError, match="would attend to other keys"):
+        CausalLM(make_model("Gemma3TextConfig", sliding_window=64, sliding_window_pattern=2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -13,6 +13,7 @@ import torch
 
 from omnistage import Omni
 from omnistage.config import OmniEngineArgs, resolve
+from omnistage.config.gguf import check_numbers
 from omnistage.core.errors import CheckpointError, MissingDependencyError, OmniError, UnsupportedModelError
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import OmniTokensPrompt
@@ -57,8 +58,13 @@ def _home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMNISTAGE_HOME", str(folder / "home"))
 
 
-def write_gguf(source: Path, target: Path, *, without: str = "", scaling: str = "", factors: bool = False) -> None:
-    """`without` a tensor; with the `scaling` of positions as metadata, or with its `factors` as Llama 3.1 has them."""
+def write_gguf(
+    source: Path, target: Path, *, without: str = "", scaling: str = "", factors: bool = False, **more: Any
+) -> None:
+    """`without` a tensor; with the `scaling` of positions as metadata, or with its `factors` as Llama 3.1 has them.
+
+    `more`: tensors by their names, and numbers of metadata.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     config, tokenizer = model.config, json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
     writer = gguf.GGUFWriter(str(target), "llama")
@@ -85,6 +91,11 @@ def write_gguf(source: Path, target: Path, *, without: str = "", scaling: str = 
         writer.add_rope_scaling_type(gguf.RopeScalingType(scaling))
     if factors:
         writer.add_tensor("rope_freqs.weight", np.ones(config.head_dim // 2, np.float32))
+    for name, item in more.items():
+        if isinstance(item, np.ndarray):
+            writer.add_tensor(name, item)
+        else:
+            writer.add_float32(name, item)
     for name, tensor in model.state_dict().items():
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         weight = tensor
@@ -149,8 +160,18 @@ def test_a_file_is_written_once_for_each_of_its_states(folder: Path) -> None:
         ({"without": "blk.1.ffn_up.weight"}, CheckpointError, "lacks 1 weights.*layers.1.mlp.up_proj"),
         ({"scaling": "yarn"}, UnsupportedModelError, r"scales its positions \(llama.rope.scaling.type\)"),
         ({"factors": True}, UnsupportedModelError, r"scales its positions \(rope_freqs.weight\)"),
+        ({"blk.0.attn_q.bias": np.ones(64, np.float32)}, UnsupportedModelError, "64 numbers more.*blk.0.attn_q.bias"),
+        ({"llama.attention.sliding_window": 8.0}, UnsupportedModelError, r"sliding_window 8,.*compute with none"),
+        ({"llama.attention.layer_norm_epsilon": 0.5}, UnsupportedModelError, r"layer_norm_epsilon 0.5,"),
     ],
-    ids=["a weight is missing", "scaled positions", "factors of positions"],
+    ids=[
+        "a weight is missing",
+        "scaled positions",
+        "factors of positions",
+        "a weight too many",
+        "a window",
+        "another epsilon",
+    ],
 )
 def test_a_file_of_which_transformers_would_make_another_model_is_refused(
     tmp_path: Path, change: dict[str, Any], error: type[OmniError], match: str
@@ -159,6 +180,42 @@ def test_a_file_of_which_transformers_would_make_another_model_is_refused(
     write_gguf(tmp_path / "source", tmp_path / "changed.gguf", **change)
     with pytest.raises(error, match=match):
         resolve(OmniEngineArgs(model=str(tmp_path / "changed.gguf"), device="cpu"), registry=REGISTRY)
+
+
+@pytest.mark.parametrize(
+    ("config", "metadata", "refused"),
+    [
+        (transformers.Starcoder2Config(), {"starcoder2.rope.freq_base": 10000.0}, ""),
+        (transformers.Starcoder2Config(), {"starcoder2.rope.freq_base": 999999.0}, "freq_base 999999,.*10000"),
+        (transformers.StableLmConfig(), {"stablelm.rope.dimension_count": 20.0}, ""),
+        (transformers.StableLmConfig(), {"stablelm.rope.dimension_count": 80.0}, "dimension_count 80,.*with 20"),
+        (transformers.Gemma2Config(), {"gemma2.attn_logit_softcapping": 50.0}, ""),
+        (transformers.Gemma2Config(), {"gemma2.attn_logit_softcapping": 20.0}, "softcapping 20,.*with 50"),
+        (transformers.Gemma2Config(num_hidden_layers=46), {}, "27 billion.*scale of attention"),
+        (transformers.Gemma3TextConfig(num_hidden_layers=62), {}, "27 billion.*scale of attention"),
+        (transformers.Gemma3TextConfig(), {"gemma3.rope.freq_base": 1e6}, ""),
+        (transformers.Lfm2Config(), {"lfm2.attention.layer_norm_rms_epsilon": 1e-5}, ""),
+        (transformers.Lfm2Config(rms_norm_eps=0.5), {"lfm2.attention.layer_norm_rms_epsilon": 0.5}, "with 0.5, 1e-05"),
+        (transformers.LlamaConfig(), {"llama.logit_scale": 1.0}, ""),
+        (transformers.LlamaConfig(), {"llama.logit_scale": 0.5}, "logit_scale 0.5,.*none"),
+    ],
+)
+def test_numbers_that_transformers_replaces_by_its_own_are_refused(
+    tmp_path: Path, config: Any, metadata: dict[str, float], refused: str
+) -> None:
+    path = tmp_path / "metadata.gguf"
+    writer = gguf.GGUFWriter(str(path), config.model_type.removesuffix("_text"))
+    for name, value in metadata.items():
+        writer.add_float32(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    if refused:
+        with pytest.raises(UnsupportedModelError, match=refused):
+            check_numbers(path, config)
+    else:
+        check_numbers(path, config)
 
 
 def test_a_cache_that_cannot_be_written_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,3 +218,14 @@ def test_the_memory_plan_counts_a_packed_head_beside_the_embedding_that_it_is(tm
     packed_plan, _packed = planned_and_loaded("true")
     head = model.config.vocab_size * model.config.hidden_size
     assert packed_plan - plan == (max(4 * head, packed_linear._half_bytes(model.lm_head.weight)) if tied else 0)
+
+
+@pytest.mark.parametrize("broken", [float("inf"), float("nan")])
+@torch.inference_mode()
+def test_a_weight_that_is_no_number_does_not_become_one(broken: float) -> None:
+    layer = made_of(torch.float16, 8, 4)
+    layer.weight[0, 0] = broken
+    pack_layer(layer)
+    out = layer(torch.ones(1, 3, 8))
+    assert not out[..., 0].isfinite().any()
+    assert out[..., 1:].isfinite().all()

@@ -17,11 +17,11 @@ from omnistage.engines.ar.attention import (
     BatchLayout,
     PagedContext,
     ScoreOptions,
-    _paged_attention,
     attention_modules,
     bind_caches,
     current,
     make_backend,
+    paged_attention,
 )
 from omnistage.engines.ar.attention.sdpa import SdpaBackend, SdpaPlan
 
@@ -264,7 +264,7 @@ def _call(**options: object) -> None:
     module = torch.nn.Module()
     module.kv_cache = scene.cache  # type: ignore[assignment]
     parts = [t.transpose(0, 1)[None] for t in (scene.query, scene.key, scene.value)]
-    out, weights = _paged_attention(module, *parts, None, **{"paged": scene.paged, **options})  # type: ignore[arg-type]
+    out, weights = paged_attention(module, *parts, None, **{"paged": scene.paged, **options})  # type: ignore[arg-type]
     assert weights is None
     scale = 8**-0.5
     torch.testing.assert_close(out[0].double(), scene.expected(scale=scale, window=None), rtol=1e-5, atol=1e-5)

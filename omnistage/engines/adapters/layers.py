@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,17 +94,19 @@ class AdapterLayers:
         *,
         by_token: bool,
         dtype: torch.dtype,
+        apart: Sequence[nn.Module] = (),
     ) -> None:
         """`networks` by the beginning of their layers' names; `probe` runs them over so many rows.
 
-        Rows are tokens, the last dimension but one of a layer's input, or else its first dimension.
+        Layers in the modules `apart` are left out. Rows are tokens, the last dimension but one of a layer's input, or
+        else its first dimension.
         """
         self.library = library
         self.by_token = by_token
         self._networks = networks
         self._dtype = dtype
         if not library.shapes:
-            library.shapes = self._probed(probe)
+            library.shapes = self._probed(probe, {layer for module in apart for layer in module.modules()})
         self.shapes = library.shapes
         """Inputs and outputs by layer, of those that adapters can change."""
         self._places: dict[str, _Place] = {}
@@ -139,9 +141,9 @@ class AdapterLayers:
                     yield f"{prefix}.{name}" if prefix else name, module, (inputs, outputs)
 
     @torch.inference_mode()
-    def _probed(self, probe: Callable[[int], None]) -> dict[str, tuple[int, int]]:
+    def _probed(self, probe: Callable[[int], None], left_out: Set[nn.Module]) -> dict[str, tuple[int, int]]:
         """The layers that run once for each row, in the rows' order, as far as shapes can tell."""
-        linears = {name: (module, shape) for name, module, shape in self._linears()}
+        linears = {name: (module, shape) for name, module, shape in self._linears() if module not in left_out}
         suitable = set(linears)
         for count in _PROBED_TOKENS if self.by_token else _PROBED_PICTURES:
             seen: dict[str, bool] = {}

@@ -22,10 +22,10 @@ def open_adapters(library: AdapterLibrary | None, component: ARComponent, name: 
     """The layers of a decoder that adapters can change, with the configured ones read; None: there are no adapters."""
     if library is None:
         return None
-    if component.spec.own_state is not None:
+    if component.spec.own_state is not None or component.spec.grouped:
         raise ConfigError(
-            f"stage {name!r} runs its model as it is in transformers, one request after the other, and takes no "
-            "adapters; remove deployment.adapters",
+            f"stage {name!r} runs its model as it is in transformers, not in a flattened batch, and takes no adapters; "
+            "remove deployment.adapters",
             param="deployment.adapters",
         )
     layers = AdapterLayers(
@@ -34,6 +34,8 @@ def open_adapters(library: AdapterLibrary | None, component: ARComponent, name: 
         lambda tokens: _probe(component, tokens),
         by_token=True,
         dtype=component.dtype,
+        # Their rows are taken apart by sequence, and stand in another order than those of the step.
+        apart=component.recurrent_modules,
     )
     words = _WORDS | {name}
 
@@ -42,7 +44,8 @@ def open_adapters(library: AdapterLibrary | None, component: ARComponent, name: 
         for path, pair in read_peft(files, scale).items():
             layer = target_of(path, layers.shapes, words)
             if layer is None:
-                raise AdapterError(f"{path} is no linear layer of stage {name!r} that adapters can change")
+                hint = "; those of recurrent layers are none, train it on the others" * bool(component.spec.states)
+                raise AdapterError(f"{path} is no linear layer of stage {name!r} that adapters can change{hint}")
             if layer in fitted:
                 raise AdapterError(f"{path} names a layer that another key names, too")
             fitted[layer] = layers.fitted(layer, path, pair)

@@ -158,11 +158,11 @@ def pack_layer(layer: nn.Linear) -> None:
 @torch.no_grad()
 def half_scale(weight: torch.Tensor) -> float | None:
     """The power of two by which float16 holds a weight exactly when it is divided by it; None: there is none."""
+    largest = float(weight.abs().amax())
+    if not math.isfinite(largest):  # FBGEMM would make its largest number of an infinite one
+        return None
     if _in_half(weight):
         return 1.0
-    largest = float(weight.abs().amax())
-    if not math.isfinite(largest) or largest == 0.0:
-        return None
     scale = math.ldexp(1.0, math.frexp(largest)[1] - _LARGEST_EXPONENT)
     return scale if _in_half(weight / scale) else None
 

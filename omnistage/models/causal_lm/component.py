@@ -13,6 +13,7 @@ from torch import nn
 
 from omnistage.core.errors import CheckpointError, UnsupportedModelError
 from omnistage.core.family import LoadContext
+from omnistage.engines.ar.attention.window_check import check_windows
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.recurrent import make_recurrent
 from omnistage.hf import transformers
@@ -89,6 +90,7 @@ class CausalLM(DecoderComponent):
         self.tokenizer = tokenizer
         self.eos_token_ids = end_token_ids(model.generation_config, config, tokenizer)
         if expected is not None:
+            check_windows(calls)
             self._check_same(expected)
         if recurrent:
             logger.info(

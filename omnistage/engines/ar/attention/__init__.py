@@ -156,7 +156,7 @@ class AttentionBackend(ABC):
         """
 
 
-def _paged_attention(
+def paged_attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -185,7 +185,7 @@ def _paged_attention(
     return out.unsqueeze(0), None
 
 
-transformers.AttentionInterface.register(ATTENTION_NAME, _paged_attention)
+transformers.AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
 def make_backend(name: str, device: torch.device, plain: bool = True, *, float8: bool = False) -> AttentionBackend:

@@ -49,6 +49,9 @@ _IGNORED = frozenset(
 _OTHER, _BOTH_WAYS = -1, -2
 """Windows of masks that are none."""
 
+MaskFunction = Callable[..., torch.Tensor]
+"""Whether a query sees a key: of the numbers of the row and the head, and of both places."""
+
 _current = local()
 """`calls`: those of the recording that this thread runs."""
 
@@ -64,6 +67,8 @@ class AttentionCall:
     window: int | None
     plain: bool
     """Neither soft caps nor sinks, and values as wide as keys: what every backend computes."""
+    shows: MaskFunction | None = None
+    """The model's own mask; None: it passes none, and attends to all before."""
 
 
 def record_attention(
@@ -131,7 +136,11 @@ def _record(
         )
     plain = kwargs.get("softcap") is None and kwargs.get("s_aux") is None and key.shape[3] == value.shape[3]
     window = _window_of(attention_mask, module, where)
-    _current.calls.append(AttentionCall(module, key.shape[1], key.shape[3], value.shape[3], window, plain))
+    _current.calls.append(
+        AttentionCall(
+            module, key.shape[1], key.shape[3], value.shape[3], window, plain, getattr(attention_mask, "shows", None)
+        )
+    )
     batch, heads, tokens, _ = query.shape
     return query.new_zeros(batch, tokens, heads, value.shape[3]), None
 
@@ -153,7 +162,7 @@ def _window_of(mask: torch.Tensor | None, module: nn.Module, where: str) -> int 
     return None if window is None else int(window)
 
 
-def _describe(mask_function: Callable[..., torch.Tensor], local_size: int | None = None, **kwargs: Any) -> torch.Tensor:
+def _describe(mask_function: MaskFunction, local_size: int | None = None, **kwargs: Any) -> torch.Tensor:
     """`transformers`' mask signature: a mask that carries its `window`.
 
     The mask function is asked about places around the window's edges, so that a window of any length shows.
@@ -174,7 +183,7 @@ def _describe(mask_function: Callable[..., torch.Tensor], local_size: int | None
         window = None
     elif local_size and torch.equal(seen, causal & (columns > rows - local_size)):
         window = local_size
-    mask.window = window  # type: ignore[attr-defined]
+    mask.window, mask.shows = window, mask_function  # type: ignore[attr-defined]
     return mask
 
 
