@@ -77,6 +77,23 @@ def loses_device(error: BaseException) -> bool:
     return False
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether there was too little memory, of the host or of a device."""
+    if isinstance(error, MemoryError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    # On a GPU torch.OutOfMemoryError, on the CPU torch has no type for it; torch is not imported here.
+    return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+
+
+def kind_of(error: BaseException) -> str:
+    """What a request is told of an unexpected error: its message may quote what another has sent."""
+    if is_out_of_memory(error):
+        return "too little memory; lower the stage's budget or send less at once"
+    return type(error).__name__
+
+
 def stage_failure(error: BaseException, failed: str) -> OmniError:
     """What a request that failed in a stage is told: our own errors as they are, any other by its kind alone.
 
@@ -85,7 +102,7 @@ def stage_failure(error: BaseException, failed: str) -> OmniError:
     if isinstance(error, OmniError):
         return error
     log_defect(failed, error)
-    failure = StageError(f"{failed} failed: {type(error).__name__}")
+    failure = StageError(f"{failed} failed: {kind_of(error)}")
     failure.__cause__ = error
     return failure
 

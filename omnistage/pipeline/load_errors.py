@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from omnistage.core.errors import CapacityError, CheckpointError, OmniError
-from omnistage.core.failures import raise_interrupt
+from omnistage.core.failures import is_out_of_memory, raise_interrupt
 
 _LONGEST_REASON = 200
 
@@ -25,7 +25,7 @@ def reading_checkpoint(folder: Path, what: str) -> Iterator[None]:
         raise
     except BaseException as error:  # a Rust extension panics over a file with no `Exception`
         raise_interrupt(error)
-        if _is_out_of_memory(error):
+        if is_out_of_memory(error):
             raise CapacityError(
                 f"there is not enough memory to load {what} from {folder}; use a smaller model or dtype, or another "
                 f"device for this stage ({_shortened(error)})"
@@ -42,21 +42,12 @@ def enough_memory(name: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise CapacityError(
             f"there is not enough memory to run stage {name!r}; lower its budget, or use a smaller model or dtype, or "
             f"another device for this stage ({_shortened(error)})"
         ) from error
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    import torch
-
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    # On the CPU torch has no type for it.
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def _shortened(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Generic
 
 from omnistage.core.errors import OmniError, ShutdownError, StageError, StageLostError
-from omnistage.core.failures import log_defect, loses_device
+from omnistage.core.failures import kind_of, log_defect, loses_device
 from omnistage.core.params import answers
 from omnistage.core.stage import Stage, StageState, StageStats, StepSeconds
 from omnistage.core.types import FinishReason, StageChunk, StageFeed, StageInput
@@ -444,6 +444,6 @@ class StageLoop(Generic[Owner]):
     def _stage_error(self, what: str, error: BaseException) -> StageError:
         if isinstance(error, StageError):
             return error
-        failure = StageError(f"{what} of stage {self.stage.name!r} failed with {type(error).__name__}")
+        failure = StageError(f"{what} of stage {self.stage.name!r} failed with {kind_of(error)}")
         failure.__cause__ = error
         return failure

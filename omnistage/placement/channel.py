@@ -160,13 +160,20 @@ class Channel:
             if not self._writing:
                 self._send_frames(socket.MSG_DONTWAIT)
             if self._frames and not self._writing:
-                self._writing = True
-                if self._writer is None:
-                    self._writer = threading.Thread(
-                        target=self._write, name=f"omnistage-{self._name}-write", daemon=True
-                    )
-                    self._writer.start()
-                self._changed.notify_all()
+                self._start_writing()
+
+    def _start_writing(self) -> None:
+        """Leave what the socket does not take at once to a thread."""
+        try:
+            if self._writer is None:
+                writer = threading.Thread(target=self._write, name=f"omnistage-{self._name}-write", daemon=True)
+                writer.start()
+                self._writer = writer
+        except RuntimeError:  # without it nothing would be sent any more, and nobody would know
+            self._break_off(OSError(errno.EAGAIN, "the system gives this process no more threads"))
+            return
+        self._writing = True
+        self._changed.notify_all()
 
     def _send_frames(self, flags: int) -> None:
         """Send waiting frames in their order; what is left waits."""

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from omnistage.placement.worker_process import WORKER_MODULE, LocalProcess, waited
 
@@ -21,6 +22,11 @@ _FORK_SECONDS = 5.0
 _CLOSE_SECONDS = 1.0
 PID_BYTES = 8
 CODE_BYTES = 2
+
+
+def supports_forks() -> bool:
+    """Whether this system has what a fork server needs: handles of processes, and a list of a process's threads."""
+    return hasattr(os, "pidfd_open") and hasattr(signal, "pidfd_send_signal") and Path("/proc/self/task").exists()
 
 
 class ForkServer:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from omnistage.core.errors import OmniError, ShutdownError, StageUnavailableError
+from omnistage.core.failures import log_defect
 from omnistage.core.params import StageParams
 from omnistage.core.stage import GROWING, StageState, StageStats, StepSeconds
 from omnistage.core.types import (
@@ -274,6 +275,7 @@ class StageGroup:
     def _lost(self, worker: Worker, why: str) -> None:
         """A process is gone, and nothing of it is delivered any more: end its requests, or start them elsewhere."""
         with self._lock:
+            self._prefixes.forget(worker)
             bindings = [binding for binding in self._bindings.values() if binding.worker is worker]
             calls = [call for call in self._calls.values() if call.worker is worker]
             for stage, stats in worker.stats.items():
@@ -284,13 +286,21 @@ class StageGroup:
         for call in calls:
             call.lost = True
             call.answered.set()
-        moved = sum(self._move(binding) for binding in bindings)
-        ended = 0
-        for binding in bindings:
-            if binding.worker is worker:
-                ended += self._end(binding, why)
+        left = [binding for binding in bindings if not self._moved(binding)]
+        for binding in left:
+            self._end(binding, why)
         if bindings:
-            _log.warning("group %s: %d requests ended with their process, %d were moved", self.name, ended, moved)
+            moved = len(bindings) - len(left)
+            _log.warning("group %s: %d requests ended with their process, %d were moved", self.name, len(left), moved)
+
+    def _moved(self, binding: Binding) -> bool:
+        try:
+            return self._move(binding)
+        except Exception as error:  # the boundary of one request: those behind it end, too, or are moved
+            log_defect(f"starting a request of group {self.name} again", error)
+            for stage in sorted(binding.stages):  # what has been sent of it would wait for the rest
+                binding.worker.send(Abort(stage, binding.key, binding.info.request_id))
+            return False
 
     def _move(self, binding: Binding) -> bool:
         """Start a request again in another process, where it has given nothing yet."""
@@ -312,7 +322,7 @@ class StageGroup:
                 worker.send(_with_key(message, binding.key))
             return True
 
-    def _end(self, binding: Binding, why: str) -> bool:
+    def _end(self, binding: Binding, why: str) -> None:
         with binding.lock:
             binding.error = StageUnavailableError(
                 f"the process of {self._words()} ended while it had this request ({why}); send the request again"
@@ -322,7 +332,6 @@ class StageGroup:
         for stage in stages:
             chunk = StageChunk(binding.info.request_id, stage, finish=FinishReason.ERROR, error=binding.error)
             self.stages[stage].put(None, [(binding, chunk)])
-        return True
 
     # ------------------------------------------------------------------------------------- counting, closing
 

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 
 from omnistage.config import GroupConfig, OmniEngineArgs
 from omnistage.core.params import StageParams
-from omnistage.placement.fork_server import ForkServer
+from omnistage.placement.fork_server import ForkServer, supports_forks
 from omnistage.placement.group import StageGroup
 from omnistage.placement.messages import Start
 from omnistage.placement.replicas import Replicas
 from omnistage.placement.worker_process import Host, LocalProcess
 
+_log = logging.getLogger(__name__)
 _BEATS = 4
 """Signs of life within the time after which a process is taken for hung."""
 
@@ -42,7 +43,7 @@ def make_group(
         hang_seconds=group.hang_seconds,
         max_restarts=group.max_restarts,
         host=host,
-        fork_server=ForkServer if group.standby else None,
+        fork_server=_fork_server(name, group),
     )
     try:
         replicas.spawn()
@@ -50,3 +51,12 @@ def make_group(
         replicas.close()
         raise
     return StageGroup(name, stages, replicas, restart_requests=group.restart_requests)
+
+
+def _fork_server(name: str, group: GroupConfig) -> type[ForkServer] | None:
+    if group.standby and not supports_forks():
+        _log.warning(
+            "standby of group %s needs Linux 5.3 or later: lost processes are not forked but started anew", name
+        )
+        return None
+    return ForkServer if group.standby else None

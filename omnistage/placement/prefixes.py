@@ -31,3 +31,8 @@ class Prefixes:
         if len(self._workers) > _MAX_PREFIXES:
             self._workers.popitem(last=False)
         return worker
+
+    def forget(self, worker: Worker) -> None:
+        """A process is lost: it has no cache any more, and nothing of it is kept."""
+        for prefix in [prefix for prefix, known in self._workers.items() if known is worker]:
+            del self._workers[prefix]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -144,6 +145,8 @@ class Worker:
         if code is None:
             self.kill()
             return "the connection to it was lost"
+        if code == -signal.SIGKILL:
+            return f"signal {-code}, as when the system runs out of memory"
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def kill(self) -> None:

@@ -101,7 +101,8 @@ def test_pictures_and_speech_over_ranks_are_those_of_one_process(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"), [(signal.SIGKILL, r"has ended \(signal 9\)"), (signal.SIGSTOP, "has given no sign of life")]
+    ("fault", "said"),
+    [(signal.SIGKILL, r"has ended \(signal 9, as when"), (signal.SIGSTOP, "has given no sign of life")],
 )
 def test_requests_end_with_a_rank_that_dies_or_hangs_and_the_stage_is_rebuilt(
     omni: Omni, fault: signal.Signals, said: str, monkeypatch: pytest.MonkeyPatch

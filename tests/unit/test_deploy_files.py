@@ -218,3 +218,5 @@ def test_the_service_on_kuberay_has_options_that_exist_and_finds_its_head() -> N
     settings = OmniEngineArgs(model="m", overrides=tuple(b for a, b in pairwise(words) if a == "--set"), ray="auto")
     replicas = {text.rpartition("=")[2] for text in settings.overrides if ".replicas=" in text}
     assert replicas == {str(sum(group["replicas"] for group in cluster["workerGroupSpecs"]))}
+    # The head's GPU is the service's: Ray would take it for free.
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-gpus"] == "0"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from omnistage.core.errors import InvalidRequestError, OmniError, StageError
 from omnistage.core.failures import isolate
@@ -55,6 +56,14 @@ def test_a_single_item_has_one_try() -> None:
     assert component.batches == [1]
     assert isinstance(failure, StageError)
     assert str(failure) == "doubling failed: RuntimeError"  # the exception's message may quote what the user sent
+
+
+def test_who_runs_out_of_memory_is_told_so() -> None:
+    with pytest.raises(RuntimeError) as of_torch:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    for error in (of_torch.value, MemoryError(), torch.OutOfMemoryError("CUDA out of memory")):
+        ((_, failure),) = isolate([BAD], Component(error).run, "doubling")
+        assert str(failure) == "doubling failed: too little memory; lower the stage's budget or send less at once"
 
 
 def test_our_own_errors_are_passed_on_as_they_are() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import gc
+import logging
 import os
 import random
 import signal
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from omnistage.config import GroupConfig
 from omnistage.core.errors import ShutdownError, StageError, StageUnavailableError
 from omnistage.core.family import BridgeResult
 from omnistage.core.params import SamplingParams
@@ -23,7 +28,8 @@ from omnistage.core.stage import GROWING, StageState, StageStats
 from omnistage.core.types import ARInput, FinishReason, RequestInfo, SideRows, StageChunk
 from omnistage.pipeline.loop import StageLoop
 from omnistage.pipeline.worker import Worker
-from omnistage.placement import fork_server, replicas, worker_process
+from omnistage.placement import fork_server, launch, replicas, worker_process
+from omnistage.placement import group as group_module
 from omnistage.placement.group import Binding, _sum
 from omnistage.placement.messages import Beat, Start, Stop
 from omnistage.placement.prefixes import Prefixes
@@ -118,6 +124,26 @@ def test_a_request_that_has_given_nothing_is_started_again_elsewhere_where_that_
             assert_whole(output, 2)
     else:
         assert sum(output.finish_reason is FinishReason.ERROR for output in outputs) == 2
+
+
+def test_a_request_that_cannot_be_started_again_ends_and_so_do_those_behind_it(
+    voices: PlacedPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with voices.held():
+        sinks = [voices.submit(f"r{number}", 2) for number in range(6)]
+        eventually(lambda: voices.running() == [3, 3])
+        with monkeypatch.context() as patch:
+            patch.setattr(group_module, "_with_key", fail)
+            voices.signal(0)
+            eventually(lambda: sum(voices.running()) == 3)
+    outputs = [sink.wait() for sink in sinks]
+    ended = [output.error for output in outputs if output.error is not None]
+    assert len(ended) == 3
+    assert all(isinstance(error, StageUnavailableError) for error in ended)
+    assert "as when the system runs out of memory" in str(ended[0])
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["first input", "later input"])
@@ -267,6 +293,17 @@ def test_a_fork_server_that_is_stopped_is_replaced(tmp_path: Path, monkeypatch: 
     assert server.ended()
 
 
+def test_where_forks_cannot_be_watched_lost_processes_are_started_anew(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = GroupConfig(stages=["talker"], standby=True)
+    assert launch._fork_server("voice", group) is fork_server.ForkServer
+    monkeypatch.delattr(os, "pidfd_open")
+    with caplog.at_level(logging.WARNING):
+        assert launch._fork_server("voice", group) is None
+    assert "standby of group voice needs Linux" in caplog.text
+
+
 def test_a_fork_that_could_not_use_gpus_becomes_a_new_interpreter(tmp_path: Path) -> None:
     (tmp_path / "uses_cuda.py").write_text("import torch\ntorch.cuda._is_in_bad_fork = lambda: True\n")
     command = ("tests.unit.placement_worker", str(tmp_path / "hold"))
@@ -371,6 +408,16 @@ def test_a_prompt_goes_where_its_beginning_was_and_others_are_spread(voices: Pla
     assert [place(f"s{number}", ARInput((number,))).worker for number in range(2)].count(first.worker) == 1
     for binding in bindings:
         voices.group.release(binding, "talker")
+
+
+def test_nothing_is_kept_of_a_lost_process(voices: PlacedPipeline) -> None:
+    binding = voices.group._bind(RequestInfo("known"), ARInput(tuple(range(300))))
+    binding.stages.add("talker")
+    voices.group.release(binding, "talker")
+    lost = weakref.ref(binding.worker)
+    os.kill(binding.worker.host.pid, signal.SIGKILL)
+    del binding
+    eventually(lambda: gc.collect() >= 0 and lost() is None)
 
 
 def test_closing_ends_a_process_that_is_being_started_and_refuses_checks(tmp_path: Path) -> None:

@@ -290,6 +290,33 @@ def test_a_frame_that_cannot_be_sent_closes_the_channel(ends: tuple[End, End], m
     assert right.closed.wait(30)
 
 
+def test_without_a_thread_to_send_with_the_channel_is_closed(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    left, right = ends
+    with right.changed, monkeypatch.context() as patch:  # its thread is stuck: the socket fills
+        patch.setattr(threading.Thread, "start", fail)
+        for number in range(300):
+            left.channel.send(feed(number, torch.zeros(8_000)))
+    assert left.closed.wait(30)
+
+
+def test_a_channel_that_is_cut_in_a_frame_gives_nothing_of_it_and_closes() -> None:
+    whole, cut = socket.socketpair(), socket.socketpair()
+    source, sink = End(whole[0]), End(cut[0])
+    source.channel.send(feed(1, torch.zeros(1_000)))
+    frame = whole[1].recv(1 << 20)
+    source.channel.close()
+    cut[1].sendall(frame + frame[:-1])
+    assert len(sink.wait(1)) == 1
+    cut[1].close()
+    assert sink.closed.wait(30)
+    assert len(sink.messages) == 1
+
+
 def test_received_tensors_own_their_memory(ends: tuple[End, End]) -> None:
     left, right = ends
     left.channel.send(Chunks("s", (1,), (StageChunk("r", "s", TokenChunk(hidden=torch.ones(100_000)), time=1.0),)))
