@@ -73,7 +73,7 @@ def _without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def graph_stage(model: ARComponent, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], **budget: Any) -> ARStage:
     options = {"kv_blocks": 64, "block_size": 8, "run_ahead": True, "max_model_len": 64, **budget}
     with monkeypatch.context() as patch:
-        patch.setattr(ar_stage, "make_backend", lambda *_: TritonBackend())
+        patch.setattr(ar_stage, "make_backend", lambda *_, **__: TritonBackend())
         stage = ARStage("thinker", model, ARBudget(**options))
     with torch.inference_mode():
         stage.runner.graphs = DecodeGraphs(stage.runner, sizes, stage.max_length)

@@ -30,7 +30,7 @@ from omnistage.engines.ar.attention.float8_cache import FLOAT8, float8_bytes
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.graphs import graph_shapes
 from omnistage.engines.ar.group import Group
-from omnistage.engines.ar.packed_linear import packed_copies, packs
+from omnistage.engines.ar.packed_linear import merge_as_planned, packed_copies, packs
 from omnistage.engines.ar.scheduler import LEAST_UNCUT
 from omnistage.engines.peak_memory import META, peak_bytes, weight_bytes
 from omnistage.engines.quantisation.experts import expansion_bytes
@@ -204,6 +204,7 @@ def ar_needs(component: ARComponent, budget: ARBudget, *, cuda: bool) -> ARNeeds
     # On the CPU experts are computed one by one.
     experts = max((expansion_bytes(module) for module in component.modules), default=0) if cuda else 0
     copies = packed_copies(component) if not cuda and packs(component, budget) else 0
+    merge_as_planned(component, budget, cuda=cuda)
     memory = StageMemory(
         weights=weight_bytes(component.modules) + copies,
         # Where sequences run one by one, a prompt is computed whole.

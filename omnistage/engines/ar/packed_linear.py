@@ -97,6 +97,16 @@ def packs(component: ARComponent, budget: ARBudget) -> bool:
     return budget.pack_weights and not alone and budget.compile is not True and has_packed_float()
 
 
+def merge_as_planned(component: ARComponent, budget: ARBudget, *, cuda: bool) -> None:
+    """Merge on the meta device what a stage will merge: a joint product is held as long as any of its parts."""
+    spec, merge = component.spec, budget.merge_linears
+    if spec.own_state is not None or spec.grouped or merge is False:
+        return
+    if merge is True or cuda or packs(component, budget):
+        for decoder in component.decoders:
+            merge_linears(decoder)
+
+
 def packed_copies(component: ARComponent) -> int:
     """Bytes at most of packed heads whose plain weights stay, because they are the embedding."""
     embedded = {id(each.weight) for each in _modules(component.modules, nn.Embedding)}
