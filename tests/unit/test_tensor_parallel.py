@@ -37,7 +37,7 @@ from omnistage.core.types import ARInput, RequestInfo, StageInput, TokenChunk
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import ARComponent, ARSpec
 from omnistage.engines.ar.memory import block_bytes
-from omnistage.engines.ar.parallel import FollowingComponent, ParallelStage
+from omnistage.engines.ar.parallel import FollowingComponent, LeadingRank, ParallelStage
 from omnistage.engines.ar.sharding import RankGroup
 from omnistage.engines.ar.stage import ARStage
 from omnistage.engines.ar.step_plan import Forward, Logits
@@ -292,6 +292,15 @@ def shard(config: PreTrainedConfig, size: int) -> None:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
     CausalLM(model).shard(RankGroup(0, size), torch.device("meta"))
+
+
+def test_rank_0_hands_on_every_hook_of_a_component() -> None:
+    refused = {"recurrent_modules", "forward_group", "open_sequence"}  # such models do not run over ranks
+    before = {"shard"}  # is called with the component itself
+    of_defaults = {"modules", "decoders", "heads"}  # the decoder alone is divided and prepared
+    attributes = {"eos_token_ids", "suppress_token_ids", "tokenizer"}  # are set when it is made
+    hooks = {name for name in vars(ARComponent) if not name.startswith("_")} - attributes
+    assert hooks - set(vars(LeadingRank)) == refused | before | of_defaults
 
 
 def test_heads_that_cannot_be_divided_evenly_are_refused_with_what_can() -> None:
