@@ -197,11 +197,11 @@ class NeedsReader:
 
             component.shard(RankGroup(0, stage.tensor_parallel), component.device)
             budget = budget.model_copy(update={"cuda_graphs": False})
-        needs = ar_needs(component, budget, cuda=cuda)
+        adapters = self._adapters(where[0], component.dtype.itemsize, (component.decoder,))
+        needs = ar_needs(component, budget, cuda=cuda)  # merges layers, each of which has its own adapters
         if self._model.hf_config.get("quantization_config") is not None:
             # Quantised numbers lie packed in their files as in memory; the modules without weights do not know.
             needs = replace(needs, memory=replace(needs.memory, weights=weights_on_disk(self._model.folder, 2)))
-        adapters = self._adapters(where[0], component.dtype.itemsize, (component.decoder,))
         needs = replace(needs, memory=replace(needs.memory, weights=needs.memory.weights + adapters))
         return AutoregressiveNeeds(*where, needs, None if cuda else default_host_kv())
 

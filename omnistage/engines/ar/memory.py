@@ -190,7 +190,7 @@ class ARNeeds:
 
 
 def ar_needs(component: ARComponent, budget: ARBudget, *, cuda: bool) -> ARNeeds:
-    """What a stage needs around a component on the meta device."""
+    """What a stage needs around a component on the meta device, whose layers are merged as the stage's will be."""
     budget = effective_budget(component, budget)
     max_length = max_length_of(component, budget)
     size = block_bytes(component, budget.block_size, kv_dtype_of(component, budget))
