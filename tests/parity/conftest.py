@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from omnistage.models.registry import REGISTRY
 
@@ -27,5 +28,21 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
             tiny(folder, seed=0, **options)
             written[family, variant] = folder
         return written[family, variant]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def folder_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The small checkpoint of a model type, by the function that the test's module has for it in `WRITERS`."""
+    written: dict[str, Path] = {}
+
+    def get(model_type: str) -> Path:
+        if model_type not in written:
+            torch.manual_seed(0)
+            written[model_type] = folder = tmp_path_factory.mktemp("types") / model_type
+            folder.mkdir()
+            request.module.WRITERS[model_type](folder, model_type)
+        return written[model_type]
 
     return get

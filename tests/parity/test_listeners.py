@@ -21,6 +21,7 @@ from omnistage.omni import AsyncOmni, Omni
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from listener_checkpoints import LISTENERS, transcribe
 
+WRITERS = LISTENERS
 RATE = 16_000
 Options = TranscriptionOptions
 
@@ -30,21 +31,6 @@ def sound(seconds: float, seed: int = 0) -> AudioClip:
     times = np.arange(round(seconds * RATE)) / RATE
     tone = np.sin(2 * np.pi * times * (200 + 900 * rng.random()) * (1 + times))
     return AudioClip((tone * 0.5 + rng.standard_normal(len(times)) * 0.2 * rng.random()).astype(np.float32), RATE)
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    written: dict[str, Path] = {}
-
-    def build(model_type: str) -> Path:
-        if model_type not in written:
-            torch.manual_seed(0)
-            written[model_type] = folder = tmp_path_factory.mktemp("listeners") / model_type
-            folder.mkdir()
-            LISTENERS[model_type](folder, model_type)
-        return written[model_type]
-
-    return build
 
 
 def reference(folder: Path, clip: AudioClip, language: str = "en", target: str = "en") -> str:

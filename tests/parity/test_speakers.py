@@ -23,22 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import speaker_checkpoints as checkpoints
 from speech_checkpoints import SPEAKERS, speak
 
+WRITERS = SPEAKERS
 TEXTS = ("hello there", "the weather is bright", "yes we can")
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: dict[str, Path] = {}
-
-    def build(model_type: str) -> Path:
-        if model_type not in made:
-            torch.manual_seed(0)
-            made[model_type] = folder = tmp_path_factory.mktemp("speakers") / model_type
-            folder.mkdir()
-            SPEAKERS[model_type](folder, model_type)
-        return made[model_type]
-
-    return build
 
 
 def reference(folder: Path, text: str) -> np.ndarray:
