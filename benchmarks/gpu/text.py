@@ -1,18 +1,22 @@
 """Text on a GPU, the engine alone: Qwen2.5-Omni's thinker at its true 7B shapes, random weights.
 
     python benchmarks/gpu/text.py [--variants plain ahead merged compiled] [--out text.json] [--trace trace.json]
+    python benchmarks/gpu/text.py --inductor combo_kernels coordinate_descent_tuning triton.enable_pdl
 
 Each variant adds to the one before it: `plain` reads every step's tokens before the next is launched, `ahead` launches
 the next one first, `merged` computes queries, keys and values (and gate and up) as one product, `compiled` compiles the
-layers.
+layers. `--inductor` measures compiled layers once more with each of these switches of torch's compiler on; several in
+one, with commas.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +86,42 @@ def run(stage: ARStage, count: int, prompt: int, tokens: int, **sampling: Any) -
     }
 
 
+def switched(names: str) -> AbstractContextManager[object]:
+    """The compiler with these switches on, and nothing compiled before."""
+    from torch._inductor import config
+
+    torch._dynamo.reset()
+    return config.patch(dict.fromkeys(names.split(","), True))  # type: ignore[no-any-return]
+
+
+def compare_switches(component: Thinker, switches: list[str], largest: int) -> None:
+    """The same steps with other code from torch's compiler, the one that is used first and last."""
+    for names in ("", *switches, ""):
+        with switched(names) if names else contextlib.nullcontext():
+            torch._dynamo.reset()
+            start = time.perf_counter()
+            try:
+                stage = ARStage("thinker", component, budget("compiled", largest))
+                stage.warm_up()
+                synchronize()
+                line: dict[str, Any] = {"ready": round(time.perf_counter() - start, 1)}
+                for count, prompt, tokens in CASES:
+                    if count <= largest:
+                        run(stage, count, prompt, 8, temperature=0.0)
+                        found = run(stage, count, prompt, tokens, temperature=0.0)
+                        line[f"{count}x"] = round(found["tokens_per_second"])
+                        line[f"{count}x step, first"] = (
+                            round(found["median_step_ms"], 3),
+                            round(1e3 * found["all_first_tokens"], 1),
+                        )
+                del stage
+            except Exception as error:  # a boundary: a switch that this version lacks must not cost the others
+                line = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        print(f"{names or 'as it is':40} {json.dumps(line)}", flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def host_share(stage: ARStage, count: int) -> dict[str, float]:
     """Milliseconds a decode step spends launching and reading, where the device is given time to finish each."""
     vocab = min(stage.component.spec.vocab_size, 100_000)
@@ -110,6 +150,7 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=256, help="leave out cases with more requests")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--trace", type=Path, default=None, help="a profiler trace of some decode steps of the last")
+    parser.add_argument("--inductor", nargs="*", default=[], help="switches of torch's compiler to measure instead")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the CPU only to try the script out
     model = build(options.scale, device)
@@ -118,6 +159,9 @@ def main() -> None:
     del model.talker, model.token2wav
     gc.collect()
     torch.cuda.empty_cache()
+    if options.inductor:
+        compare_switches(component, options.inductor, options.largest)
+        return
     figures: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__,

@@ -13,6 +13,7 @@ from omnistage.engines.adapters.peft_format import read_peft
 from omnistage.engines.ar.attention import AttentionPlan, PagedContext, bind_caches, current
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.memory import NoAttention
+from omnistage.engines.ar.sampling.device_selection import has_kernels
 
 _WORDS = frozenset({"model", "language_model", "text_model", "transformer", "decoder", "gpt_neox", "backbone"})
 """What stands before a decoder's layers in whole models. Encoders of media have other names before theirs."""
@@ -55,13 +56,23 @@ def open_adapters(library: AdapterLibrary | None, component: ARComponent, name: 
     return layers
 
 
-def install_adapters(layers: AdapterLayers | None, component: ARComponent, budget: ARBudget) -> None:
-    """Change the decoder's layers, after they were merged and before they are compiled."""
+def install_adapters(
+    layers: AdapterLayers | None, component: ARComponent, budget: ARBudget, *, kernels: bool = False
+) -> None:
+    """Change the decoder's layers, after they were merged and before they are compiled.
+
+    `kernels`: the stage may run Triton kernels.
+    """
     if layers is None:
         return
     cuda = component.device.type == "cuda"
     sizes = (budget.max_batch_tokens, budget.max_running, *budget.graph_batch_sizes, *budget.graph_prefill_tokens)
-    layers.install(max_rows=max(sizes), fold=folds(component.device), skip_idle=not cuda and budget.compile is not True)
+    layers.install(
+        max_rows=max(sizes),
+        fold=folds(component.device),
+        skip_idle=not cuda and budget.compile is not True,
+        kernels=kernels and has_kernels(component.device),
+    )
 
 
 def folds(device: torch.device) -> bool:

@@ -26,7 +26,7 @@ def prepare_layers(
             merge_linears(decoder)
     if component.device.type == "cpu" and packs(component, budget):
         pack_layers(component.decoders, component.heads, merge=budget.merge_linears is not False)
-    install_adapters(adapters, component, budget)
+    install_adapters(adapters, component, budget, kernels=kernels)
     if component.spec.states:
         return ()  # its layers look at the batch, which neither a compiled nor a captured step can do
     sizes = budget.graph_batch_sizes if budget.cuda_graphs else ()
