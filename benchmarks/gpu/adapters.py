@@ -1,6 +1,6 @@
 """What LoRA adapters cost a decode step: Qwen2.5-7B's shapes, random weights, 64 rows, 8 adapters on all linear layers.
 
-    python benchmarks/gpu/adapters.py [--scale 1] [--hooks] [--plain]
+    python benchmarks/gpu/adapters.py [--scale 1] [--hooks] [--plain] [--trace FOLDER]
 
 Prints one line of JSON with the milliseconds of a step without adapters, with layers for eight of which one is used,
 and with all eight used. `--hooks` also measures layers that add the adapters in products of their own, as quantised
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from text import profile_steps
 
 from omnistage.config.schema import ARBudget
 from omnistage.core.params import SamplingParams
@@ -124,6 +125,20 @@ def steady_ms(stage: ARStage, adapters: list[str]) -> float:
     return spent
 
 
+def trace(stage: ARStage, adapters: list[str], path: Path) -> None:
+    """What the device does in ten steps, by kernel."""
+    for index in range(ROWS):
+        options: dict[str, Any] = {"lora": adapters[index % len(adapters)]} if adapters else {}
+        params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, **options)
+        stage.submit(StageInput(RequestInfo(f"t{index}"), params, ARInput(tuple(range(index, index + PROMPT)))))
+    for _ in range(12):
+        stage.step()
+    profile_steps(stage, 10, path)
+    for index in range(ROWS):
+        stage.abort(f"t{index}")
+    stage.drain()
+
+
 def stage_of(made: CausalLM, folder: Path | None, compiled: bool) -> ARStage:
     library = None
     if folder is not None:
@@ -168,6 +183,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="below 1: a toy")
     parser.add_argument("--hooks", action="store_true")
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--trace", type=Path, help="a folder for the kernels of a step without and with adapters")
     options = parser.parse_args()
     begin = time.perf_counter()
     figures: dict[str, Any] = {"device": torch.cuda.get_device_name() if CUDA else "cpu", "compiled": not options.plain}
@@ -177,7 +193,10 @@ def main() -> None:
         made = component(options.scale)
         write_adapter(Path(temporary), made.model)
         compiled = CUDA and not options.plain
-        figures |= measure(stage_of(made, None, compiled), {"without_ms": []})
+        stage = stage_of(made, None, compiled)
+        figures |= measure(stage, {"without_ms": []})
+        if options.trace:
+            trace(stage, [], options.trace / "adapters_without.txt")
         figures["without_ready_s"] = round(time.perf_counter() - begin, 1)
         if options.hooks:
             made = renewed(made, options.scale)
@@ -186,7 +205,10 @@ def main() -> None:
             figures |= {f"hooks_{name}": value for name, value in hooked.items()}
             ar_adapters.folds = folds
         made = renewed(made, options.scale)
-        figures |= measure(stage_of(made, Path(temporary), compiled), cases)
+        stage = stage_of(made, Path(temporary), compiled)
+        figures |= measure(stage, cases)
+        if options.trace:
+            trace(stage, names, options.trace / "adapters_eight.txt")
     figures["cost_of_eight_percent"] = round(100 * (figures["eight_ms"] / figures["without_ms"] - 1), 1)
     figures["seconds"] = round(time.perf_counter() - begin, 1)
     print(json.dumps(figures), flush=True)

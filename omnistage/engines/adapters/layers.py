@@ -20,7 +20,7 @@ from torch import nn
 from omnistage.core.errors import AdapterError, InternalError
 from omnistage.engines.adapters.files import LoraPair
 from omnistage.engines.adapters.library import Adapter, AdapterLibrary, Pairs, Selection
-from omnistage.engines.adapters.triton_up import adapter_up
+from omnistage.engines.adapters.triton_up import adapter_up, fits
 from omnistage.engines.ar.merged import MergedLinear
 from omnistage.engines.streams import upload
 
@@ -61,13 +61,13 @@ class FoldedLinear(nn.Linear):
     adapter_bias: torch.Tensor | None
     adapter_up: torch.Tensor
     adapter_table: torch.Tensor
-    adapter_bounds: torch.Tensor | None
-    """Where a kernel adds the adapters: the outputs of each part of `adapter_up`, int32 `[parts, 2]`."""
+    adapter_sizes: tuple[int, ...] = ()
+    """Where a kernel adds the adapters: the outputs of each part of `adapter_up`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         both = nn.functional.linear(input, self.adapter_stacked, self.adapter_bias)
-        if self.adapter_bounds is not None:
-            added: torch.Tensor = adapter_up(both, self.adapter_up, self.adapter_table, self.adapter_bounds)
+        if self.adapter_sizes:
+            added: torch.Tensor = adapter_up(both, self.adapter_up, self.adapter_table, self.adapter_sizes)
             return added
         return both[..., : self.out_features] + delta(self, both[..., self.out_features :])
 
@@ -215,10 +215,9 @@ class AdapterLayers:
             self._attach(product, (len(parts), slots, rank), fold=fold)
             for index, (name, first, outputs) in enumerate(parts):
                 self._places[name] = _Place(product, index, first, outputs)
-            if isinstance(product, FoldedLinear) and kernels and self.by_token:
-                changed = [(first, first + outputs) for _name, first, outputs in parts]
-                bounds = torch.tensor(changed, dtype=torch.int32, device=device)
-                product.register_buffer("adapter_bounds", bounds, persistent=False)
+            sizes = tuple(outputs for _name, _first, outputs in parts)
+            if isinstance(product, FoldedLinear) and kernels and self.by_token and fits(sizes, product.out_features):
+                product.adapter_sizes = sizes
         if device.type == "cuda":  # pragma: no cover  (needs CUDA)
             torch.cuda.current_stream(device).synchronize()  # stages' streams wait for no other
 
@@ -309,7 +308,6 @@ def _fold(layer: nn.Linear, columns: int) -> None:
     layer.register_buffer("adapter_stacked", stacked, persistent=False)
     layer.register_buffer("adapter_bias", bias, persistent=False)
     layer.register_buffer("adapter_down", stacked[layer.out_features :], persistent=False)
-    layer.register_buffer("adapter_bounds", None, persistent=False)
     layer.weight = nn.Parameter(stacked[: layer.out_features], requires_grad=False)
     layer.__class__ = FoldedLinear
 
