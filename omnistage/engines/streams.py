@@ -16,6 +16,16 @@ FED_PRIORITY = -2
 CODEC_PRIORITY = -3
 
 
+def avoid_attention_plans(device: torch.device) -> None:
+    """Have torch attend without cuDNN in this process, where keys grow by one with each step.
+
+    torch prefers cuDNN on Hopper, which prepares every length of keys for itself, in every thread anew: 50 ms for each
+    token of a clip that Whisper writes down, where computing it takes 6. Pictures, whose lengths stay, ask for it.
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 class DeviceStream:
     """A CUDA stream of a stage's own where its device is CUDA; nothing more than inference mode elsewhere."""
 

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from omnistage.engines.streams import avoid_attention_plans
 from omnistage.engines.threads import set_threads
 
 T = TypeVar("T")
@@ -30,6 +31,8 @@ class PausedCall(Generic[T]):
         # A thread begins on CUDA's default stream; what the call computes is read on the stage's own.
         initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         stream = torch.cuda.current_stream() if initialized else None
+        if stream is not None:
+            avoid_attention_plans(stream.device)
 
         def run() -> None:
             self._go.acquire()

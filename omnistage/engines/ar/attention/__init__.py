@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from omnistage.core.errors import ConfigError, StageError
+from omnistage.engines.streams import avoid_attention_plans
 from omnistage.hf import transformers
 
 ATTENTION_NAME = "omnistage_paged"
@@ -200,6 +201,7 @@ def make_backend(name: str, device: torch.device, plain: bool = True, *, float8:
         kernels = plain and not float8 and device.type == "cuda" and triton_available()
         name = "triton" if kernels else "sdpa"
     if name == "sdpa":
+        avoid_attention_plans(device)
         return SdpaBackend()
     if name == "triton":
         if not plain:
