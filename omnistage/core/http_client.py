@@ -83,12 +83,12 @@ class Response:
     async def read_json(self) -> Any:
         """The body as JSON; None where it is none, or too long."""
         parts: list[bytes] = []
-        left = _MAX_JSON_BYTES
+        budget = _MAX_JSON_BYTES
         async with contextlib.aclosing(self.stream()) as stream:
             async for _, data in stream:
                 parts.append(data)
-                left -= len(data)
-                if left < 0:
+                budget -= len(data)
+                if budget < 0:
                     return None
         try:
             return json.loads(b"".join(parts))

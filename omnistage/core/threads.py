@@ -147,8 +147,8 @@ class DaemonThreads(Executor):
             start, _released.seconds = time.thread_time(), 0.0
             job.run()
             if self._rest_ratio:
-                held = time.thread_time() - start - _released.seconds
-                time.sleep(min(held * self._rest_ratio, _MAX_REST_SECONDS))
+                seconds = time.thread_time() - start - _released.seconds
+                time.sleep(min(seconds * self._rest_ratio, _MAX_REST_SECONDS))
             with self._changed:
                 self._owned[job.owner] -= 1
                 if not self._owned[job.owner]:

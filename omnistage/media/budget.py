@@ -105,14 +105,14 @@ class MediaBudget:
                 try:
                     while not self._fits(account, nbytes):
                         cancellation.check()
-                        left, remaining = end - time.monotonic(), cancellation.remaining()
-                        if left <= 0:
+                        room, remaining = end - time.monotonic(), cancellation.remaining()
+                        if room <= 0:
                             raise QueueFullError(
                                 "other requests hold the memory for media; send the request again later",
                                 retry_after=5.0,
                             )
                         # Not for longer: a hold may be collected just before this gives the lock away.
-                        self._changed.wait(min(left, _DROPPED_SECONDS, left if remaining is None else remaining))
+                        self._changed.wait(min(room, _DROPPED_SECONDS, room if remaining is None else remaining))
                     cancellation.check()
                     self._add(account, nbytes)
                 finally:
@@ -244,9 +244,9 @@ class ItemBytes:
 
     def begin(self) -> int | None:
         """Reserve what suffices for most items; the largest that may be decoded with it. None: any."""
-        if (left := self._hold.left) is None:
+        if (room := self._hold.left) is None:
             return None
-        nbytes = min(FREE_BYTES, left // _COPIES)
+        nbytes = min(FREE_BYTES, room // _COPIES)
         self.need(nbytes)
         return nbytes
 

@@ -324,16 +324,16 @@ def write_shards(
 
     `make` gives a tensor and its name in the file.
     """
-    shards, total, done = plan_shards(sizes.items(), limit), sum(sizes.values()), 0
+    shards, total, written_bytes = plan_shards(sizes.items(), limit), sum(sizes.values()), 0
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = f"{stem}{'' if len(shards) == 1 else f'-{number:05d}-of-{len(shards):05d}'}.safetensors"
         if progress is not None:
-            progress(f"writing {file}", done / total)
+            progress(f"writing {file}", written_bytes / total)
         shard = dict(make(name) for name in names)
         save_file(shard, str(folder / file), metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(shard, file))
-        done += sum(sizes[name] for name in names)
+        written_bytes += sum(sizes[name] for name in names)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(folder / f"{stem}.safetensors.index.json", index)

@@ -161,8 +161,8 @@ class ReasoningStream(OutputStream):
             return [chunk]
         reasoning, text = reader.push(chunk.text)
         if chunk.finish_reason is not None:
-            left = reader.end()
-            reasoning, text = reasoning + left[0], text + left[1]
+            rest = reader.end()
+            reasoning, text = reasoning + rest[0], text + rest[1]
         return [replace(chunk, text=text, reasoning=reasoning)]
 
     def _cut_off(self) -> list[OutputChunk]:
@@ -177,8 +177,8 @@ class ReasoningStream(OutputStream):
     def _split_final(self, final: OmniRequestOutput) -> OmniRequestOutput:
         for output in final.outputs:
             reader = ReasoningReader(self._block.opened)
-            pushed, left = reader.push(output.text), reader.end()
-            output.reasoning, output.text = pushed[0] + left[0], pushed[1] + left[1]
+            pushed, rest = reader.push(output.text), reader.end()
+            output.reasoning, output.text = pushed[0] + rest[0], pushed[1] + rest[1]
             if reader.inside:
                 ids, end = output.token_ids, self._block.end_token
                 final.usage.reasoning_tokens += ids.index(end) + 1 if end in ids else len(ids)

@@ -105,6 +105,6 @@ def _swapped_chunks(file: ParsedFile) -> Hits:
             if method(call) in ("cat", "concat", "stack") and isinstance(call, ast.Call) and call.args:
                 parts = call.args[0].elts if isinstance(call.args[0], ast.List | ast.Tuple) else []
                 orders.append([_branch(item) for item in parts])
-        found = [item for item in orders if sorted(item) == ["cond", "uncond"]]
-        if found and all(item != order for item in found):
-            yield node, f"unpacked as ({', '.join(order)}), but concatenated as ({', '.join(found[0])})"
+        pairs = [item for item in orders if sorted(item) == ["cond", "uncond"]]
+        if pairs and all(item != order for item in pairs):
+            yield node, f"unpacked as ({', '.join(order)}), but concatenated as ({', '.join(pairs[0])})"

@@ -48,16 +48,16 @@ def read_peft(files: AdapterFiles, scale: float) -> dict[str, LoraPair]:
 def read_pairs(tensors: Mapping[str, torch.Tensor], config: Mapping[str, object], scale: float) -> dict[str, LoraPair]:
     """The pairs of tensors with PEFT's names."""
     check_config(config)
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    tensors_of: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         match = _KEY.fullmatch(key)
         if match is None:
             raise AdapterError(_unknown_key(key))
         path = match[1].removeprefix(_PREFIX)
-        if match[2] in found.setdefault(path, {}):
+        if match[2] in tensors_of.setdefault(path, {}):
             raise AdapterError(f"{key} is there twice, with and without a name of the adapter")
-        found[path][match[2]] = tensor
-    return {path: _pair(path, pair, config, scale) for path, pair in found.items()}
+        tensors_of[path][match[2]] = tensor
+    return {path: _pair(path, pair, config, scale) for path, pair in tensors_of.items()}
 
 
 def _unknown_key(key: str) -> str:

@@ -261,9 +261,9 @@ class CodecScheduler:
             count = len(request.codes)
             return Shape(0, count, count, True) if request.final else None
         history = min(request.done, self._layout.history_blocks * self._layout.block_codes)
-        available, needed = len(request.codes) - request.done, self._needed(request)
-        if available >= needed:
-            return Shape(history, history + needed, needed - self.lookahead, False)
+        available, needed_codes = len(request.codes) - request.done, self._needed(request)
+        if available >= needed_codes:
+            return Shape(history, history + needed_codes, needed_codes - self.lookahead, False)
         return Shape(history, history + available, available, True) if request.final else None
 
     # ---------------------------------------------------------------------------------------------- clock
@@ -313,7 +313,7 @@ class CodecScheduler:
             return True
         others = min(request.others / max(now - request.first_code, 1e-9), 0.9)
         ready = others * request.others / max(request.others_count, 1)  # another batch may run when a window is ready
-        played, done, known = request.held, request.done, float(len(request.codes))
+        played, done, num_codes = request.held, request.done, float(len(request.codes))
         beginners = sum(r.streaming and bool(r.codes) and r.dry_at is None for r in self._requests.values())
         company = min(max(request.company, beginners), listeners)
         for index in range(request.windows, request.windows + 3):
@@ -321,10 +321,10 @@ class CodecScheduler:
                 break
             size = self.chunk_blocks(index)
             done += size * layout.block_codes
-            missing = 0.0 if request.final else max(0.0, done + self.lookahead - known)
+            missing = 0.0 if request.final else max(0.0, done + self.lookahead - num_codes)
             seconds = self._seconds_of(company, size)
             ready += pace.wait(missing, others) + seconds
-            known += missing + seconds * pace.beside
+            num_codes += missing + seconds * pace.beside
             if ready > _SAFETY * played:
                 return False
             played += size * block_seconds

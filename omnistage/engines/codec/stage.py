@@ -56,8 +56,8 @@ class CodecStage(BatchedStage[CodecInput, CodecParams]):
     def _check(self, info: RequestInfo, params: CodecParams, payload: CodecInput) -> None:
         voice, voices = info.voice, self.component.voices
         if voice is not None and voice not in voices:
-            known = f"this model speaks with {', '.join(sorted(voices))}" if voices else "this model has a single voice"
-            raise InvalidRequestError(f"unknown voice {voice!r}; {known}", param="voice")
+            hint = f"this model speaks with {', '.join(sorted(voices))}" if voices else "this model has a single voice"
+            raise InvalidRequestError(f"unknown voice {voice!r}; {hint}", param="voice")
         self._check_codes(payload.codes, known=0)
 
     def _add(self, stage_input: StageInput, params: CodecParams, payload: CodecInput) -> None:
@@ -73,12 +73,12 @@ class CodecStage(BatchedStage[CodecInput, CodecParams]):
 
     def feed(self, request_id: str, feed: StageFeed) -> None:
         """Raises for codes outside the codebook or past the longest utterance."""
-        known = self._scheduler.length(request_id)
-        if known is None:
+        length = self._scheduler.length(request_id)
+        if length is None:
             return
         if not isinstance(feed, CodecFrames):
             raise self._wrong_feed(feed)
-        self._check_codes(feed.codes, known)
+        self._check_codes(feed.codes, length)
         self._scheduler.extend(request_id, feed.codes, feed.final)
 
     def _check_codes(self, codes: tuple[Code, ...], known: int) -> None:

@@ -120,9 +120,9 @@ class _Run:
             self.ended = True
             self._stopped.release()
 
-    def _on_step(self, done: int, steps: int) -> None:
+    def _on_step(self, step: int, steps: int) -> None:
         if not self._abandoned:  # else the pipeline took another step on its way out
-            self.at = (done, max(done, steps))
+            self.at = (step, max(step, steps))
             self._stopped.release()
             self._go.acquire()
         if self._abandoned:
@@ -218,9 +218,9 @@ class WholeStage(BatchedStage[DiffusionInput, DiffusionParams]):
 
     def _progress(self, request_id: str, request: _Request, at: tuple[int, int]) -> StageChunk:
         """Steps of all pictures; those that wait will have as many as this one."""
-        done, steps = at
+        step, steps = at
         total = request.before + steps * (request.params.n - request.index)
-        return StageChunk(request_id, self.name, Progress(request.before + done, total))
+        return StageChunk(request_id, self.name, Progress(request.before + step, total))
 
     def _emit(self, request_id: str, request: _Request, run: _Run) -> list[StageChunk]:
         """A picture is done, or failed."""

@@ -41,8 +41,8 @@ def check_params(params: SamplingParams, config: RemoteStageConfig) -> None:
 
 def _unsupported(params: SamplingParams, config: RemoteStageConfig) -> Iterator[tuple[str, str]]:
     defaults = SamplingParams()
-    refused = ["suppress_token_ids"] if config.server == "vllm" else ["suppress_token_ids", *_VLLM, *_VLLM_ALWAYS]
-    for name in refused:
+    unsupported = ["suppress_token_ids"] if config.server == "vllm" else ["suppress_token_ids", *_VLLM, *_VLLM_ALWAYS]
+    for name in unsupported:
         if getattr(params, name) != getattr(defaults, name):
             yield name, f"it is no parameter of {'vLLM' if config.server == 'vllm' else 'OpenAI'}'s API"
     if params.lora:

@@ -85,8 +85,8 @@ class CsmProcessor:
                 "this model needs the words that are said in the clip; send them", param="ref_text"
             )
         content = [{"type": "text", "text": clip_text}, clip]
-        said: dict[str, object] = {"role": "assistant", "content": content}
-        return [said, *self.read_aloud(text)]
+        message: dict[str, object] = {"role": "assistant", "content": content}
+        return [message, *self.read_aloud(text)]
 
     def text(self, prompt: str) -> ARInput:
         if not prompt:

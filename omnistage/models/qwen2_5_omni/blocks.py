@@ -85,13 +85,13 @@ class BlockBatch:
         valid = np.ones((size.blocks, frames), dtype=np.bool_)
         codes = np.zeros((size.blocks, block_codes), dtype=np.int64)
         noise = np.zeros((size.blocks, frames, windows[0].noise.shape[1]), dtype=np.float32)
-        seen = 0
+        offset = 0
         for window, start, count in zip(windows, self._starts, counts, strict=True):
             before[start + 1 : start + count] = range(start, start + count - 1)
             after[start : start + count - 1] = range(start + 1, start + count)
             if window.left is not None:
-                before[start] = size.blocks + seen
-                seen += 1
+                before[start] = size.blocks + offset
+                offset += 1
             length = len(window.codes)
             codes[start : start + count].reshape(-1)[:length] = window.codes
             noise[start : start + count].reshape(count * frames, -1)[: length * repeats] = window.noise.numpy()
@@ -125,7 +125,7 @@ class BlockBatch:
         rows = empty.new_zeros(shape) if count else empty.new_zeros(1, *shape[1:]).expand(shape)
         for i in range(intervals):
             if count:
-                torch.stack([kept[guided][i] for kept in self._left], out=rows[:count])
+                torch.stack([states[guided][i] for states in self._left], out=rows[:count])
             yield rows
 
     def solutions(self, mel: Tensor, kept: dict[bool, Tensor]) -> list[Solution]:

@@ -30,16 +30,16 @@ class EarlyFeatures(Generic[T]):
 
     def of(self, clips: Sequence[np.ndarray]) -> list[T]:
         """Those of these clips. What has not begun does so now, all at once."""
-        begun = [(samples, future) for samples, future in tuple(self._begun.values())]
+        entries = [(samples, future) for samples, future in tuple(self._begun.values())]
         futures = []
         for clip in clips:
-            found = next((future for samples, future in begun if samples is clip), None)
-            futures.append(self._pool.submit(self._extract, clip) if found is None else found)
+            match = next((future for samples, future in entries if samples is clip), None)
+            futures.append(self._pool.submit(self._extract, clip) if match is None else match)
         return [future.result() for future in futures]
 
     def forget(self, request_id: str) -> None:
-        if (begun := self._begun.pop(request_id, None)) is not None:
-            begun[1].cancel()
+        if (entry := self._begun.pop(request_id, None)) is not None:
+            entry[1].cancel()
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

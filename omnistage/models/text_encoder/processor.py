@@ -144,9 +144,9 @@ def _matryoshka(config: PreTrainedConfig) -> tuple[int, ...] | None:
 
 def _scores_sigmoid(config: PreTrainedConfig) -> bool:
     settings = getattr(config, "sentence_transformers", None)
-    named = settings.get("activation_fn") if isinstance(settings, dict) else None
-    named = named or getattr(config, "sbert_ce_default_activation_function", None) or "Sigmoid"
-    kind = str(named).rsplit(".", 1)[-1]
+    activation = settings.get("activation_fn") if isinstance(settings, dict) else None
+    activation = activation or getattr(config, "sbert_ce_default_activation_function", None) or "Sigmoid"
+    kind = str(activation).rsplit(".", 1)[-1]
     if kind not in ("Sigmoid", "Identity"):
         raise UnsupportedModelError(f"config.json asks for scores by {kind}; Sigmoid and Identity are served")
     return kind == "Sigmoid"

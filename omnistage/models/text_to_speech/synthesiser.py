@@ -111,18 +111,18 @@ class Synthesiser(ModuleComponent):
         self._running, self._until = speech, time.monotonic() + _SLICE_SECONDS
         try:
             with speech.random.current():
-                done = speech.call.advance()
+                finished = speech.call.advance()
         except BaseException:
             del self._speeches[name]
             raise
         finally:
             self._running = None
-        if done:
+        if finished:
             del self._speeches[name]
             speech.pieces.append(speech.call.result)
         samples = [piece.reshape(-1).float().cpu().numpy().astype(np.float32) for piece in speech.pieces]
         speech.pieces.clear()
-        if not done:
+        if not finished:
             return Partial(AudioChunk(np.concatenate(samples), self._sample_rate)) if samples else UNFINISHED
         return AudioChunk(np.concatenate(samples), self._sample_rate)
 

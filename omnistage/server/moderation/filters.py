@@ -141,8 +141,8 @@ def make_filter(spec: str) -> ContentFilter:
     if factory is None:
         installed = entry_points(group=GROUP)
         if not _NAME.fullmatch(name) or name not in installed.names:
-            known = ", ".join(sorted(installed.names | _FACTORIES.keys()))
-            raise ConfigError(f"there is no filter {name[:64]!r}; filters: {known}", param="--content-filter")
+            names = ", ".join(sorted(installed.names | _FACTORIES.keys()))
+            raise ConfigError(f"there is no filter {name[:64]!r}; filters: {names}", param="--content-filter")
         factory = installed[name].load()
     return factory(argument or None)
 

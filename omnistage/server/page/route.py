@@ -68,7 +68,7 @@ def _response(name: str, request: Request) -> Response:
         raise NotFoundError("the page has no such file")
     etag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
     headers = {**_HEADERS, "ETag": etag}
-    known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
-    if etag in known:
+    tags = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
+    if etag in tags:
         return Response(status_code=304, headers=headers)
     return Response(data, media_type=_TYPES[PurePath(name).suffix], headers=headers)

@@ -146,9 +146,9 @@ class SpokenText:
         model = check_model(self._service, self._holder, name)
         run_speech(self._service, self._holder, model, config)  # refuses what is wrong; it has not begun
         clones = isinstance(model.omni.processor, VoiceCloner)
-        kept = _VOICE_BYTES if clones and config.ref_audio is None else len(config.ref_audio or "")
-        self._hold.resize(kept)
-        self._kept, self._config, self.model_name = kept, config, name
+        size = _VOICE_BYTES if clones and config.ref_audio is None else len(config.ref_audio or "")
+        self._hold.resize(size)
+        self._kept, self._config, self.model_name = size, config, name
 
     async def _append(self, text: str) -> None:
         self._require_config()
@@ -242,28 +242,28 @@ class SpokenText:
         if self._voice is not None:
             clip, more["ref_text"] = {"type": "audio", "audio": self._voice[0]}, self._voice[1]
         running = run_speech(self._service, self._holder, model, config.model_copy(update=more), clip)
-        heard: list[AudioChunk] = []
+        chunks: list[AudioChunk] = []
         speed = 1.0 if config.speed is None else config.speed
         reads = reads_aloud(model)
-        size, kept, started = 0, list[bytes](), False
-        pieces = speech_pieces(running, config.response_format, reads=reads, speed=speed, heard=heard)
+        size, pending, started = 0, list[bytes](), False
+        pieces = speech_pieces(running, config.response_format, reads=reads, speed=speed, heard=chunks)
         async with aclosing(pieces):
             async for piece in pieces:
                 if not isinstance(piece, bytes):
                     continue
                 size += len(piece)
                 if not started:
-                    await self._start(sentence, index, heard[0].sample_rate)
+                    await self._start(sentence, index, chunks[0].sample_rate)
                     started = True
                 if config.stream_audio:
                     await self._send_bytes(piece)
                 else:
-                    kept.append(piece)
-        if kept:
-            await self._send_bytes(b"".join(kept))
+                    pending.append(piece)
+        if pending:
+            await self._send_bytes(b"".join(pending))
         if self._voice is None and config.ref_audio is None and isinstance(model.omni.processor, VoiceCloner):
-            samples = np.concatenate([chunk.samples for chunk in heard])
-            self._voice = AudioClip(samples, heard[0].sample_rate), sentence
+            samples = np.concatenate([chunk.samples for chunk in chunks])
+            self._voice = AudioClip(samples, chunks[0].sample_rate), sentence
         return size
 
     async def _start(self, sentence: str, index: int, rate: int) -> None:
