@@ -83,8 +83,8 @@ class HostGroup(RowGroup):
     def pick_again(self, x: Tensor, local: Sequence[int], attempt: int) -> list[int]:
         """Ids of rows that were left `UNCOVERED`, from more of their logits."""
         rows = x[torch.tensor(local)].float()
-        selector = TokenSelector([self.states[i].params for i in local], self._vocab_size)
-        return selector.select(rows, self._uniforms(local), attempt=attempt)
+        selector = TokenSelector([self.states[i].params for i in local], self._vocab_size, attempt)
+        return selector.select(rows, self._uniforms(local))
 
 
 class DeviceGroup(RowGroup):

@@ -27,8 +27,6 @@ Array: TypeAlias = Any
 it does with them is written alike for both."""
 Ints: TypeAlias = npt.NDArray[np.int64]
 
-_REFRESH_STEPS = 256
-
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _RESIDUAL = 0xD1B54A32D192ED03
@@ -148,10 +146,7 @@ class _Pairs:
 
 
 class _Places:
-    """Where a stack of `[V]` rows is not zero, followed as tokens are sampled.
-
-    The places go stale only by naming one twice, which is harmless: what is written there is the same.
-    """
+    """Where a stack of `[V]` rows is not zero, followed as tokens are sampled."""
 
     def __init__(self, counts: Sequence[Array], rows: Sequence[int]) -> None:
         self.stack = np.stack(counts)
@@ -161,10 +156,6 @@ class _Places:
         self._part_rows = np.array(rows)
         self._each = np.arange(len(rows))
         self._shift = self._part_rows * self._vocab_size - self._starts
-        self._added = 0
-        self._find()
-
-    def _find(self) -> None:
         self.in_stack = np.flatnonzero(self.flat)
         self.row = self.in_stack // self._vocab_size
         self.in_part = self.in_stack + self._shift[self.row]
@@ -174,14 +165,12 @@ class _Places:
         """Count the tokens sampled for all `P` rows."""
         # FAILED wraps to the last id; that request ends here and its counts with it.
         new = ids[self._part_rows] % self._vocab_size + self._starts
+        first = self.flat[new] == 0
         self.flat[new] += 1
-        self._added += 1
-        if self._added % _REFRESH_STEPS == 0:
-            self._find()
-            return
-        self.in_stack = np.concatenate((self.in_stack, new))
-        self.row = np.concatenate((self.row, self._each))
-        self.in_part = np.concatenate((self.in_part, new + self._shift))
+        if first.any():
+            self.in_stack = np.concatenate((self.in_stack, new[first]))
+            self.row = np.concatenate((self.row, self._each[first]))
+            self.in_part = np.concatenate((self.in_part, (new + self._shift)[first]))
 
 
 class _DenseCounts:

@@ -233,7 +233,8 @@ class Sampler:
         if pending.plan is None or pending.download is None:
             raise InternalError("a batch without tokens")
         tokens, *values = pending.download.wait()
-        return self._results(pending.plan, tokens.tolist(), values[0].flatten().tolist() if values else ())
+        logprobs = [number for tensor in values for number in tensor.flatten().tolist()]
+        return self._results(pending.plan, tokens.tolist(), logprobs)
 
     def _plan_for(self, keys: tuple[str, ...]) -> BatchPlan:
         plan = self._plan
