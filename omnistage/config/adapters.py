@@ -35,7 +35,7 @@ def with_adapter_stages(config: OmniConfig, graph: PipelineGraph) -> OmniConfig:
 
 def _check_stage(name: str, stage: StageConfig, path: str) -> None:
     if not isinstance(stage, ARStageConfig | DiffusionStageConfig):
-        raise ConfigError(f"stage {name!r} is a {stage.engine} stage, which takes no adapters", param=path)
+        raise ConfigError(f"stage {name!r} is a {stage.engine} stage, which does not support adapters", param=path)
     if stage.ranks > 1:
         raise ConfigError(
             f"stage {name!r} runs on several ranks, where adapters are not divided yet; set "

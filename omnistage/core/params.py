@@ -201,8 +201,8 @@ class DiffusionParams(StageParams):
 
     shared: ClassVar[bool] = True
 
-    width: int | None = Field(default=None, ge=16, le=16384, description="Pixels; models ask for multiples.")
-    height: int | None = Field(default=None, ge=16, le=16384, description="Pixels; models ask for multiples.")
+    width: int | None = Field(default=None, ge=16, le=16384, description="Pixels; models may need multiples.")
+    height: int | None = Field(default=None, ge=16, le=16384, description="Pixels; models may need multiples.")
     steps: int | None = Field(default=None, ge=1, le=1000, description="Denoising steps.")
     guidance: _FiniteFloat | None = Field(
         default=None, ge=0.0, le=100.0, description="How closely to follow the prompt; as the family defines it."

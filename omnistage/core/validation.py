@@ -121,7 +121,7 @@ def first_problem(
     return Problem(first["type"], (*readable, *field_error_path(first)), message)
 
 
-_NO_PARAMETER = {"extra_forbidden": "there is no such parameter; see the class for those there are"}
+_NO_PARAMETER = {"extra_forbidden": "unknown parameter; see the class for those that exist"}
 
 
 def invalid_params(error: ValidationError, prefix: str = "") -> InvalidRequestError:

@@ -248,7 +248,7 @@ def _check_frame_size(width: int, height: int, limits: MediaLimits) -> None:
 def _check_frame_count(count: int, limits: MediaLimits) -> None:
     if count > limits.max_video_frames:
         raise LimitExceededError(
-            f"{count} frames of video are over the limit of {limits.max_video_frames}; ask for fewer"
+            f"{count} frames of video are over the limit of {limits.max_video_frames}; sample fewer"
         )
 
 

@@ -20,8 +20,9 @@ from jinja2.meta import find_undeclared_variables
 from omnistage.core.errors import InvalidRequestError, OmniError
 from omnistage.core.family import THINK_END, THINK_START, ThinkBlock
 from omnistage.core.messages import PLAIN_TEMPLATE, ChatMessage, Part, TemplateOptions, TextPart
+from omnistage.core.types import ARInput
 from omnistage.core.validation import short_repr
-from omnistage.models.prompts import GuardedText
+from omnistage.models.prompts import GuardedText, PromptTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -301,3 +302,36 @@ def joined_texts(parts: Sequence[Part]) -> list[Part]:
         else:
             merged.append(part)
     return merged
+
+
+class ChatProcessor:
+    """What processors share that render a chat by its template and tokenise the result."""
+
+    _template: ChatTemplate
+    _prompts: PromptTokenizer
+
+    @cached_property
+    def _message_tokens(self) -> int:
+        """Tokens of a message at least."""
+        return self._template.message_tokens(self._prompts.count)
+
+    def _check_messages(self, messages: Sequence[ChatMessage], source: object) -> None:
+        """Raise where there is no template (`source`), or there are more messages than fit."""
+        if not source:
+            raise InvalidRequestError("this model has no chat template; use generate() with a plain prompt")
+        self._prompts.limits.check_messages(len(messages), self._message_tokens)
+
+    def has_variable(self, name: str) -> bool:
+        return self._template.has_variable(name)
+
+    def think_block(self, thinking: bool | None) -> ThinkBlock | None:
+        return self._template.think_block(thinking)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._prompts.decode(token_ids)
+
+    def text(self, prompt: str) -> ARInput:
+        return self._prompts.text_input(prompt)
+
+    def voices(self) -> Sequence[str]:
+        return ()

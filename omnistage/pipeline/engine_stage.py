@@ -53,7 +53,8 @@ def _diffusion_stage(
 
     if adapters is not None and not isinstance(component, Denoiser):
         raise ConfigError(
-            f"stage {name!r} runs a {type(component).__name__}, which takes no adapters; name the stage that denoises",
+            f"stage {name!r} runs a {type(component).__name__}, which does not support adapters; "
+            "name the stage that denoises",
             param="deployment.adapter_stage",
         )
     if isinstance(component, PromptEncoder):

@@ -165,7 +165,7 @@ class RequestFactory:
             )
         requested = (names,) if isinstance(names, str) else tuple(names)
         if not requested:
-            raise InvalidRequestError("is empty; ask for at least one modality", param="modalities")
+            raise InvalidRequestError("is empty; name at least one modality", param="modalities")
         for name in requested:
             if not isinstance(name, str) or name not in outputs:
                 readable = str(name) if isinstance(name, Modality) else name
@@ -209,7 +209,7 @@ class RequestFactory:
     def _stage_params(self, name: str, value: object) -> StageParams:
         path = f"sampling_params.{name[:SHOWN_CHARS] if isinstance(name, str) else short_repr(name)}"
         if name not in self._params_types:
-            raise InvalidRequestError(f"there is no such stage; stages: {', '.join(self._graph.order)}", param=path)
+            raise InvalidRequestError(f"unknown stage; stages: {', '.join(self._graph.order)}", param=path)
         if isinstance(value, StageParams):
             return value
         if not isinstance(value, Mapping):

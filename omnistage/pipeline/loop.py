@@ -108,7 +108,7 @@ class StageLoop(Generic[Owner]):
             if self.health.state is not StageState.UP:
                 raise self.health.error()
             if self.stopping:
-                raise ShutdownError(f"stage {self.stage.name!r} is stopping and takes no more requests")
+                raise ShutdownError(f"stage {self.stage.name!r} is stopping and accepts no more requests")
             self._inbox.append(Submit(owner, stage_input))
             self.changed.notify_all()
 

@@ -192,7 +192,7 @@ class Orchestrator:
         """Raise what `start` would raise now for want of room: worth a look before costly preparation."""
         with self._room:
             if self._closing:
-                raise ShutdownError("the engine is shutting down and takes no more requests")
+                raise ShutdownError("the engine is shutting down and accepts no more requests")
             if request_id in self._runs:
                 raise InvalidRequestError("a request with this id is running; use another id", param="request_id")
             if self._inflight + answers > self.max_inflight:

@@ -365,7 +365,7 @@ class Service:
             raise QueueFullError(
                 f"answers beyond the first of each request have {most} places together, and "
                 f"{num_taken} of them are taken; "
-                "try again later, or ask for fewer at once"
+                "try again later, or request fewer at once"
             )
         self._further[model.name] += further
         try:

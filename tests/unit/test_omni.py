@@ -189,7 +189,7 @@ BAD_CALLS: dict[str, tuple[Callable[[Omni], object], type[OmniError], str]] = {
     "answers": (
         lambda o: o.generate("a", SamplingParams(n=2), modalities=["text", "audio"]),
         InvalidRequestError,
-        "n > 1 gives text only",
+        "n > 1 is supported for text only",
     ),
 }
 

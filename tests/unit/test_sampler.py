@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -868,6 +869,43 @@ def test_a_grammar_needs_a_token_that_can_end_it(compiler: OneTokenCompiler) -> 
         sampler.check(only(7))
     sampler.check(only(7, stop_token_ids=(2,)))
     assert compiler.compiled == ["7"]
+
+
+@dataclass
+class Mask:
+    """As much of a grammar's state as its mask's readiness needs."""
+
+    ready: bool
+    prepared: bool = False
+    """`prepare` makes it ready at once."""
+    slow: bool = False
+
+    def prepare(self) -> bool:
+        self.ready = self.ready or self.prepared
+        return self.ready
+
+
+def test_rows_whose_masks_do_not_come_within_the_wait_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[list[Mask]] = []
+
+    def wait(masks: list[Mask]) -> None:
+        waits.append(list(masks))
+        masks[0].ready = True
+
+    monkeypatch.setattr("omnistage.engines.ar.sampling.grammar_state.await_masks", wait)
+    sampler = Sampler(10, CPU)
+    masks = {"ready": Mask(True), "quick": Mask(False, prepared=True), "soon": Mask(False), "late": Mask(False)}
+    sampler.constrained.update(masks)  # type: ignore[arg-type]
+    assert sampler.late(["free", "ready", "quick"]) == frozenset()
+    assert waits == []
+    assert sampler.late(["free", "soon", "late", "ready"]) == {"late"}
+    assert waits == [[masks["soon"], masks["late"]]]
+
+
+def test_rows_whose_last_mask_took_long_are_slow() -> None:
+    sampler = Sampler(10, CPU)
+    sampler.constrained.update({"slow": Mask(True, slow=True), "fast": Mask(True)})  # type: ignore[arg-type]
+    assert sampler.slow(["free", "fast", "slow"]) == {"slow"}
 
 
 def test_a_stage_without_text_says_that_it_takes_no_grammar() -> None:

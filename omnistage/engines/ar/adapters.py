@@ -24,8 +24,8 @@ def open_adapters(library: AdapterLibrary | None, component: ARComponent, name: 
         return None
     if component.spec.own_state is not None or component.spec.grouped:
         raise ConfigError(
-            f"stage {name!r} runs its model as it is in transformers, not in a flattened batch, and takes no adapters; "
-            "remove deployment.adapters",
+            f"stage {name!r} runs its model as it is in transformers, not in a flattened batch, and does not "
+            "support adapters; remove deployment.adapters",
             param="deployment.adapters",
         )
     layers = AdapterLayers(

@@ -59,4 +59,4 @@ def check_payload(payload: ARInput, component: ARComponent) -> None:
         if not length <= count <= length + (payload.num_tokens or 0):
             raise InvalidRequestError(f"positions for {count} of {length} prompt tokens")
     if payload.streaming and not spec.side_input:
-        raise InvalidRequestError("this stage takes no streaming side input")
+        raise InvalidRequestError("this stage does not support streaming side input")

@@ -113,7 +113,7 @@ def _check_float8(component: ARComponent) -> None:
         reason = "it has no attention"
     if reason is not None:
         raise ConfigError(
-            f"{type(component).__name__} takes no kv_dtype: float8, because {reason}; leave kv_dtype out",
+            f"{type(component).__name__} does not support kv_dtype: float8, because {reason}; leave kv_dtype out",
             param="budget.kv_dtype",
         )
 

@@ -237,7 +237,7 @@ class ModuleStage(BatchedStage[ModulePayload, CodecParams]):
         voices = self.component.voices
         if voices and info.voice is not None and info.voice not in voices:
             raise InvalidRequestError(
-                f"unknown voice {info.voice!r}; this model speaks with {', '.join(sorted(voices))}", param="voice"
+                f"unknown voice {info.voice!r}; its voices: {', '.join(sorted(voices))}", param="voice"
             )
         if not _is_empty(payload):
             self.component.check(info, params, payload)

@@ -56,7 +56,7 @@ class CodecStage(BatchedStage[CodecInput, CodecParams]):
     def _check(self, info: RequestInfo, params: CodecParams, payload: CodecInput) -> None:
         voice, voices = info.voice, self.component.voices
         if voice is not None and voice not in voices:
-            hint = f"this model speaks with {', '.join(sorted(voices))}" if voices else "this model has a single voice"
+            hint = f"its voices: {', '.join(sorted(voices))}" if voices else "this model has a single voice"
             raise InvalidRequestError(f"unknown voice {voice!r}; {hint}", param="voice")
         self._check_codes(payload.codes, known=0)
 

@@ -63,7 +63,7 @@ def target_grids(width: int, height: int, *, edits: bool) -> list[Grid]:
     preview = int(math.sqrt(ratio) * _PREVIEW), int(math.sqrt(1 / ratio) * _PREVIEW)
     if min(preview) < 1:
         raise InvalidRequestError(
-            f"{width}x{height} is too long and thin; ask for a shape nearer to a square", param="width"
+            f"{width}x{height} is outside the supported aspect ratios; choose a size nearer to a square", param="width"
         )
     return [grid, preview]
 

@@ -147,7 +147,7 @@ class ItemProcessor:
         inputs = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         lost = sorted(tensors.keys() - inputs.keys())
         if lost or all(name.endswith(_OF_TEXT) for name in inputs):
-            what = f"{', '.join(lost)} is no tensor" if lost else "nothing comes of them"
+            what = f"{', '.join(lost)} is not a tensor" if lost else "it returns no inputs for them"
             raise MediaError(f"the processor's outputs for these media cannot be used: {what}", param="messages")
         return tuple(ids.tolist()), inputs, _key(media[0][0], {"input_ids": torch.from_numpy(ids), **inputs})
 

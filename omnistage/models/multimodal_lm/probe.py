@@ -150,7 +150,7 @@ def _compare(
             "items cannot be encoded one by one"
         )
     if not torch.equal(_positions(component, payload), _expected_positions(component, expected, len(rows))):
-        raise UnsupportedModelError(f"{name} counts positions by a rule of its own, which is not served yet")
+        raise UnsupportedModelError(f"{name} computes positions by its own rule, which is not supported yet")
     if expected.deep is not None and (deep is None or difference(deep, expected.deep) >= tolerance):
         raise UnsupportedModelError(f"{name}: what media add to deeper layers depends on the rest of the prompt")
 

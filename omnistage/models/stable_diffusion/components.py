@@ -190,7 +190,7 @@ class Denoiser(DiffusersDenoiser):
         except (ValueError, IndexError, ArithmeticError) as error:  # some want few, some at least a few
             reason = " ".join(str(error).split())[:200]
             raise InvalidRequestError(
-                f"{type(scheduler).__name__} cannot take {steps} steps ({reason}); ask for another number",
+                f"{type(scheduler).__name__} cannot take {steps} steps ({reason}); choose another number",
                 param="steps",
             ) from error
 

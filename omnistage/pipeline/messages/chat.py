@@ -226,7 +226,7 @@ def _parse_message(message: object, path: str, options: _Options) -> tuple[ChatM
 
 def _unknown_field(values: Mapping[Any, object], fields: frozenset[str], path: str) -> InvalidRequestError:
     name = str(next(key for key in values if key not in fields))[:MAX_NAME_CHARS]
-    unknown = "there is no such field; leave it out"
+    unknown = "unknown field; leave it out"
     why = "no files are kept; send the content as a data: URL" if name == "file_id" else unknown
     return InvalidRequestError(why, param=f"{path}.{name}")
 

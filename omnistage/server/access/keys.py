@@ -200,7 +200,7 @@ class Keyring:
             return
         if holder.max_concurrent is not None and answers > holder.max_concurrent:
             raise LimitExceededError(
-                f"{answers} answers at once are over this key's limit of {holder.max_concurrent}; ask for fewer",
+                f"{answers} answers at once are over this key's limit of {holder.max_concurrent}; request fewer",
                 param=param,
             )
         with holder.count("requests", number=answers):

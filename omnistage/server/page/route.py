@@ -65,7 +65,7 @@ async def page_file(name: str, request: Request) -> Response:
 def _response(name: str, request: Request) -> Response:
     data = _files().get(name)
     if data is None:
-        raise NotFoundError("the page has no such file")
+        raise NotFoundError("page file not found")
     etag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
     headers = {**_HEADERS, "ETag": etag}
     tags = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]

@@ -49,7 +49,7 @@ def transcriber_of(
     Raises `InvalidRequestError`.
     """
     allowed = [m for m in service.models.values() if holder.models is None or m.name in holder.models]
-    able = [m for m in allowed if isinstance(m.omni.processor, SpeechRecognizer | Transcriber) and _hears(m)]
+    able = [m for m in allowed if isinstance(m.omni.processor, SpeechRecognizer | Transcriber) and _accepts_audio(m)]
     match = next((model for model in allowed if model.name == settings.model), None)
     if match is None and settings.model is not None and not _OPENAI_MODEL.match(settings.model):
         names = ", ".join(model.name for model in able) or "none"
@@ -58,7 +58,7 @@ def transcriber_of(
         )
     if match is None:
         match = next((m for m in able if m is session_model), able[0] if able else session_model)
-    if not _hears(match) or Modality.TEXT not in match.omni.modalities:
+    if not _accepts_audio(match) or Modality.TEXT not in match.omni.modalities:
         raise InvalidRequestError("no model that is served here transcribes speech; leave it out", param=param)
     english = settings.language is None or settings.language.lower() in _ENGLISH
     if isinstance(match.omni.processor, Transcriber) and not english:
@@ -66,7 +66,7 @@ def transcriber_of(
     return match
 
 
-def _hears(model: ServedModel) -> bool:
+def _accepts_audio(model: ServedModel) -> bool:
     return Modality.AUDIO in model.omni.processor.input_modalities
 
 

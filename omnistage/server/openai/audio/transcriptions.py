@@ -165,7 +165,7 @@ class TranscriptionForm(WireModel):
         timed = self.response_format in (*_TIMED, "verbose_json") or bool(self.timestamp_granularities)
         if self.timestamp_granularities and self.response_format != "verbose_json":
             raise InvalidRequestError(
-                "needs response_format verbose_json; ask for that, or leave it out", param="timestamp_granularities"
+                "needs response_format verbose_json; set that, or leave it out", param="timestamp_granularities"
             )
         if self.stream and timed:
             raise InvalidRequestError(
@@ -355,7 +355,9 @@ async def recognized(
         raise StageError("the stage ended without a transcript")
     if text != transcript.whole:  # a content filter has changed it
         if form.response_format in _TIMED:
-            raise ContentFilterError("the content filter changed this transcription; ask for json or text")
+            raise ContentFilterError(
+                "the content filter changed this transcription; set response_format to json or text"
+            )
         transcript = replace(transcript, whole=text, segments=(), words=())
     return _written(form, transcript, tokens_used(final.usage), translated=options.translate)
 
