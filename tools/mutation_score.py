@@ -177,7 +177,7 @@ def changes(node: ast.AST, parent: ast.AST | None) -> Iterator[tuple[str, Change
             yield f"{number} -> {number - 1}", lambda: setattr(node, "value", number - 1)
         case ast.Call(func=ast.Name(id=name)) if name in CALLS:
             yield f"{name} -> {CALLS[name]}", lambda: setattr(node.func, "id", CALLS[name])
-        case ast.Return(value=value) if value is not None and not _is_none(value):
+        case ast.Return(value=value) if value is not None and not _is_falsy(value):
             yield "return -> return None", lambda: setattr(node, "value", ast.Constant(None))
     if isinstance(node, ast.If | ast.While | ast.IfExp) and not isinstance(node.test, ast.Compare | ast.UnaryOp):
         yield "condition negated", lambda: setattr(node, "test", ast.UnaryOp(ast.Not(), node.test))
@@ -188,8 +188,9 @@ def _as_bool(node: ast.UnaryOp) -> None:
     node.operand = ast.UnaryOp(ast.Not(), node.operand)
 
 
-def _is_none(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
+def _is_falsy(node: ast.AST) -> bool:
+    """None itself, or False: that is changed to True, and None in its place is as false."""
+    return isinstance(node, ast.Constant) and (node.value is None or node.value is False)
 
 
 def _deletable(node: ast.stmt) -> bool:

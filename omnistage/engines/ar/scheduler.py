@@ -22,7 +22,7 @@ from omnistage.core.record import record
 from omnistage.engines.ageing import arrival_rank
 from omnistage.engines.ar.block_pool import BlockPool, block_hash
 
-LEAST_UNCUT = 3
+MIN_UNCUT_TOKENS = 3
 """Tokens of a step with which a prompt can always go on without a single one being cut off."""
 
 
