@@ -130,7 +130,7 @@ def from_tree(paths: list[str], root: Path) -> Change:
         place = (root / name).resolve()
         if not place.exists():
             raise ReviewError(f"{name}: no such file or folder")
-        for file in [place] if place.is_file() else _listed(place):
+        for file in [place] if place.is_file() else _files(place):
             if file.suffix in _TREE_SUFFIXES and file not in visited and file.is_file() and not file.is_symlink():
                 visited.add(file)
                 _add_tree_file(change, file, root.resolve(), place)
@@ -150,7 +150,7 @@ def _add_tree_file(change: Change, file: Path, root: Path, place: Path) -> None:
     change.files.append(ChangedFile(path, "added", binary=text is None, text=text, all_lines=True))
 
 
-def _listed(folder: Path) -> Iterator[Path]:
+def _files(folder: Path) -> Iterator[Path]:
     """The files that git knows or would add; without git, or in a folder that it ignores, all of them."""
     try:
         result = git(["ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", "."], folder)

@@ -134,7 +134,7 @@ class _Job:
         self._prompts, self._gates, self._options, self._report = prompts, gates, options, report
         resolved = options.resolve(model)
         self._model, self._folder = model, resolved.model.folder
-        self._kept = REGISTRY.family(resolved.model.family).full_precision
+        self._full_precision = REGISTRY.family(resolved.model.family).full_precision
         try:
             config = QuantizeConfig.model_validate(
                 {
@@ -206,7 +206,7 @@ class _Job:
             plain = [f"{name}.{key}=false" for name in self._text for key in ("merge_linears", "pack_weights")]
             self._report("layers", 0.0)
             with self._options.load(self._model, overrides=[*eager, *plain], progress=False) as omni:
-                error_of = layer_errors(omni, self._configs, self._kept, self._prompts[0])
+                error_of = layer_errors(omni, self._configs, self._full_precision, self._prompts[0])
             if not error_of:
                 raise InternalError("no layer was found whose error could be measured")
             self._errors = {name: error_of[name] for name in worst_first(error_of)}

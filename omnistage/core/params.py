@@ -83,7 +83,7 @@ class AdapterWeight(BaseModel):
     weight: float = Field(default=1.0, allow_inf_nan=False, ge=-100.0, le=100.0)
 
 
-def _listed(value: object) -> object:
+def _as_list(value: object) -> object:
     """A name or one adapter in place of a list of them."""
     each = value if isinstance(value, list | tuple) else (value,)
     return tuple({"name": adapter} if isinstance(adapter, str) else adapter for adapter in each)
@@ -97,7 +97,10 @@ def _distinct(adapters: tuple[AdapterWeight, ...]) -> tuple[AdapterWeight, ...]:
 
 MAX_MIXED_ADAPTERS = 16
 Adapters = Annotated[
-    tuple[AdapterWeight, ...], BeforeValidator(_listed), Field(max_length=MAX_MIXED_ADAPTERS), AfterValidator(_distinct)
+    tuple[AdapterWeight, ...],
+    BeforeValidator(_as_list),
+    Field(max_length=MAX_MIXED_ADAPTERS),
+    AfterValidator(_distinct),
 ]
 """LoRA adapters whose changes are added up: a name, or several with weights."""
 

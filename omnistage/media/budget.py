@@ -72,7 +72,7 @@ class MediaBudget:
         self._waiting: list[_Account] = []
         self._first: _Account | None = None
         """The request in preparation that may use all that is left, until it is prepared or ends."""
-        self._owned: Counter[object] = Counter()
+        self._held_by_owner: Counter[object] = Counter()
         self._held = 0
         self._freed = 0
         """Since memory was last given back to the system; not what was reserved for decoding, in another process."""
@@ -134,7 +134,7 @@ class MediaBudget:
         return account is self._first and self._held + nbytes <= self.max_bytes
 
     def _may_grow(self, account: _Account) -> bool:
-        return account.size > 0 or self._owned[account.owner] < self._max_owned
+        return account.size > 0 or self._held_by_owner[account.owner] < self._max_owned
 
     def resize(self, account: _Account, nbytes: int, *, settled: bool = False) -> None:
         """Hold so many from now on, which are there already; `settled`: and never more."""
@@ -173,9 +173,9 @@ class MediaBudget:
     def _add(self, account: _Account, nbytes: int) -> None:
         account.size += nbytes
         self._held += nbytes
-        self._owned[account.owner] += nbytes
-        if not self._owned[account.owner]:
-            del self._owned[account.owner]  # owners come and go
+        self._held_by_owner[account.owner] += nbytes
+        if not self._held_by_owner[account.owner]:
+            del self._held_by_owner[account.owner]  # owners come and go
 
     def _wake(self) -> None:
         with self._changed:

@@ -228,9 +228,9 @@ class ChatTemplate:
             result.append(plain)
         for turn in result:
             turn.pop("results", None)
-        return self._offered(result, instructions(tools)) if tools else result
+        return self._with_tools(result, instructions(tools)) if tools else result
 
-    def _offered(self, turns: list[Turn], text: str) -> list[Turn]:
+    def _with_tools(self, turns: list[Turn], text: str) -> list[Turn]:
         if turns and turns[0]["role"] == "system":
             return [{**turns[0], "content": self._around("", turns[0]["content"], f"\n\n{text}")}, *turns[1:]]
         return [{"role": "system", "content": self._content(text)}, *turns]

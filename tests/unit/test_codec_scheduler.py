@@ -241,7 +241,7 @@ def test_a_player_whose_window_must_begin_as_the_batch_ends_is_not_late() -> Non
     scheduler.costs = costs = ExactCosts()
     starved = scheduler._requests["starved"]
     starved.codes = starved.codes[:9]
-    starved.dry_at = costs.seconds(5) + costs.seconds(scheduler.blocks(scheduler._needed(starved)))
+    starved.dry_at = costs.seconds(5) + costs.seconds(scheduler.blocks(scheduler._codes_for_next(starved)))
     assert list(emitted(run(scheduler))) == ["a"]
 
 

@@ -24,7 +24,7 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 """Fields that say how an adapter was trained, or that its keys say again."""
-_REFUSED = {
+_UNSUPPORTED = {
     "use_dora": "DoRA changes the norms of weights, which cannot be mixed within a batch",
     "modules_to_save": "whole modules are replaced; merge the adapter into a checkpoint of its own",
     "trainable_token_indices": "rows of the embedding are replaced; merge the adapter into a checkpoint of its own",
@@ -86,7 +86,7 @@ def check_config(config: Mapping[str, object]) -> None:
     for name, value in config.items():
         if not value or name in _READ or name in _WITHOUT_EFFECT or name == "bias":
             continue
-        reason = _REFUSED.get(name, "this version of Omnistage does not know what it does")
+        reason = _UNSUPPORTED.get(name, "this version of Omnistage does not know what it does")
         raise AdapterError(f"adapter_config.json sets {name}, which is not supported: {reason}")
 
 

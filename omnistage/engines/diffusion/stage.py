@@ -73,7 +73,7 @@ class DenoiseStage(BatchedStage[Condition, DiffusionParams]):
         self._scheduler = DiffusionScheduler(budget)
         self._runner = DiffusionRunner(denoiser, budget, self.stream, self._cache, layers)
         self._requests: dict[str, _Request] = {}
-        self._moved = 0
+        self._lane_steps = 0
 
     def warm_up(self) -> None:
         if self._cache is not None:
@@ -112,7 +112,7 @@ class DenoiseStage(BatchedStage[Condition, DiffusionParams]):
         batch = self._scheduler.schedule()
         result = self._runner.execute(batch)
         self._steps += 1
-        self._moved += len(result.moved)
+        self._lane_steps += len(result.moved)
         return chunks + self._mark_started(key.request_id for key in batch) + self._emit(result)
 
     def has_work(self) -> bool:
@@ -123,7 +123,7 @@ class DenoiseStage(BatchedStage[Condition, DiffusionParams]):
             waiting=self._scheduler.waiting,
             running=self._scheduler.running,
             steps=self._steps,
-            tokens=self._moved,
+            tokens=self._lane_steps,
             capacity=self._budget.max_running,
             extra={"forwards": self._runner.forwards, "rows": self._runner.rows},
         )

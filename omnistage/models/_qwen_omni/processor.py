@@ -163,7 +163,7 @@ class QwenOmniProcessor(ChatProcessor, ABC):
         try:
             count = sum(self._image_tokens(media)) + sum(self._video_tokens(media))
         except ValueError as error:
-            raise _refused(str(error)) from error
+            raise _media_error(str(error)) from error
         if count > self._prompts.limits.max_tokens:
             raise self._prompts.limits.too_long(f"{count} tokens of media")
         return count
@@ -224,7 +224,7 @@ class QwenOmniProcessor(ChatProcessor, ABC):
         except (ValueError, StopIteration) as error:
             # A StopIteration has no message: the template named fewer or more media than were sent.
             reason = str(error) or "the chat template's placeholders and the media do not match in number"
-            raise _refused(reason) from error
+            raise _media_error(reason) from error
         if media.audios and int(self._audio_lengths(features).min()) < 1:
             raise _too_short()
         return features
@@ -313,7 +313,7 @@ def _too_short() -> MediaError:
     return MediaError(f"an audio clip is shorter than {_MIN_SECONDS * 1000:g} ms; send a longer one", param="messages")
 
 
-def _refused(reason: str) -> MediaError:
+def _media_error(reason: str) -> MediaError:
     return MediaError(f"the processor cannot take these media: {reason}", param="messages")
 
 

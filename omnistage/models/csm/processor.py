@@ -113,7 +113,7 @@ class CsmProcessor:
         for number, message in enumerate(messages, start=1):
             last = number == len(messages)
             text, clip = _parts(message, last=last)
-            ids += (self._begin, *self._said(text, other=message.role == "user" and not last), self._end)
+            ids += (self._begin, *self._turn(text, other=message.role == "user" and not last), self._end)
             if clip is not None:
                 spans.append(self._span(clip, len(ids)))
                 ids += (*[self._audio] * len(spans[-1].positions), self._audio_end)
@@ -121,7 +121,7 @@ class CsmProcessor:
                 raise self._prompts.limits.too_long(f"{len(ids)} tokens")
         return ARInput(tuple(ids), media=tuple(spans), context=self._context)
 
-    def _said(self, text: str, *, other: bool) -> tuple[int, ...]:
+    def _turn(self, text: str, *, other: bool) -> tuple[int, ...]:
         speaker = next(voice for voice in VOICES if voice != self._voice) if other else self._voice
         guarded = self._prompts.guarded()
         return self._prompts.encode(f"[{speaker}]{guarded.guard(text)}", guarded)

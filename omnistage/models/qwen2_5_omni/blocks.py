@@ -75,10 +75,10 @@ class BlockBatch:
         self._frames = frames = block_codes * repeats
         counts = [-(-len(window.codes) // block_codes) for window in windows]
         self._starts = [sum(counts[:i]) for i in range(len(counts))]
-        self._left = [window.left for window in windows if window.left is not None]
+        self._previous = [window.left for window in windows if window.left is not None]
         self._keepers = [i for i, window in enumerate(windows) if window.emit_blocks]
         blocks = sum(counts)
-        size = Size.padded(blocks, len(windows)) if padded else Size(blocks, len(self._left))
+        size = Size.padded(blocks, len(windows)) if padded else Size(blocks, len(self._previous))
         self.size = size
         # In numpy: calls into torch give the interpreter away, and other stages' threads want it.
         before, after = np.arange(size.blocks), np.arange(size.blocks)
@@ -121,11 +121,11 @@ class BlockBatch:
         `empty` is `[0, evaluations, look-back layers, g, frames, hidden]`; they have as many rows as there is room for
         windows. One buffer serves all intervals.
         """
-        count, shape = len(self._left), (self.size.windows, *empty.shape[1:])
+        count, shape = len(self._previous), (self.size.windows, *empty.shape[1:])
         rows = empty.new_zeros(shape) if count else empty.new_zeros(1, *shape[1:]).expand(shape)
         for i in range(intervals):
             if count:
-                torch.stack([states[guided][i] for states in self._left], out=rows[:count])
+                torch.stack([states[guided][i] for states in self._previous], out=rows[:count])
             yield rows
 
     def solutions(self, mel: Tensor, kept: dict[bool, Tensor]) -> list[Solution]:

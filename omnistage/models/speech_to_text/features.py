@@ -22,15 +22,15 @@ class EarlyFeatures(Generic[T]):
         self._extract = extract
         threads = min(_MAX_THREADS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(threads, "features", initializer=set_single_threaded)
-        self._begun: dict[str, tuple[np.ndarray, Future[T]]] = {}
+        self._jobs: dict[str, tuple[np.ndarray, Future[T]]] = {}
 
     def begin(self, request_id: str, samples: np.ndarray) -> None:
-        if request_id not in self._begun:
-            self._begun[request_id] = samples, self._pool.submit(self._extract, samples)
+        if request_id not in self._jobs:
+            self._jobs[request_id] = samples, self._pool.submit(self._extract, samples)
 
     def of(self, clips: Sequence[np.ndarray]) -> list[T]:
         """Those of these clips. What has not begun does so now, all at once."""
-        entries = [(samples, future) for samples, future in tuple(self._begun.values())]
+        entries = [(samples, future) for samples, future in tuple(self._jobs.values())]
         futures = []
         for clip in clips:
             match = next((future for samples, future in entries if samples is clip), None)
@@ -38,7 +38,7 @@ class EarlyFeatures(Generic[T]):
         return [future.result() for future in futures]
 
     def forget(self, request_id: str) -> None:
-        if (entry := self._begun.pop(request_id, None)) is not None:
+        if (entry := self._jobs.pop(request_id, None)) is not None:
             entry[1].cancel()
 
     def close(self) -> None:

@@ -121,7 +121,7 @@ class Recognizer(ModuleComponent):
         live = _LiveText()
 
         def call(paused: PausedCall[list[Transcript]]) -> list[Transcript]:
-            watch = _Watch(paused, self._shown(live) if options.stream else None)
+            watch = _Watch(paused, self._live_callback(live) if options.stream else None)
             hooks = {"stopping_criteria": transformers.StoppingCriteriaList([watch])}
             with torch.inference_mode():
                 return self.transcribe([clip.samples for clip in clips], options, **hooks)
@@ -131,7 +131,7 @@ class Recognizer(ModuleComponent):
         self._batches |= dict.fromkeys(ids, batch)
         self._waiting_alone.difference_update(ids)
 
-    def _shown(self, live: _LiveText) -> Callable[[list[int]], None]:
+    def _live_callback(self, live: _LiveText) -> Callable[[list[int]], None]:
         """Takes the tokens of a sequence as it grows, and keeps what is complete of the text."""
         before: list[int] = []
         window: list[int] = []

@@ -27,9 +27,9 @@ class PromptedProcessor(TextReader):
     def __init__(self, processor: Any, recordings: Mapping[str, np.ndarray], max_tokens: int) -> None:
         super().__init__(tuple(recordings), max_tokens)
         self.processor = processor
-        self._named = recordings
+        self._recordings = recordings
         self._voice = next(iter(recordings), None)
-        self._special = special_spellings(processor.tokenizer) - _SPOKEN
+        self._special = special_spellings(processor.tokenizer) - _SPEAKERS
 
     def with_voice(self, voice: str | None) -> PromptedProcessor:
         if voice is None or voice == self._voice:
@@ -51,13 +51,13 @@ class PromptedProcessor(TextReader):
 
     def encode(self, text: str) -> Mapping[str, np.ndarray]:
         self.reject_spellings(text, self._special)
-        inputs = self.prompt(text, None if self._voice is None else self._named[self._voice])
+        inputs = self.prompt(text, None if self._voice is None else self._recordings[self._voice])
         arrays = {name: value[0].numpy() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
         self.check_length(len(arrays["input_ids"]))
         return {TOKEN_IDS if name == "input_ids" else name: array for name, array in arrays.items()}
 
 
-_SPOKEN = frozenset(("[S1]", "[S2]"))
+_SPEAKERS = frozenset(("[S1]", "[S2]"))
 """Dia's marks of who speaks, which are part of a text."""
 
 

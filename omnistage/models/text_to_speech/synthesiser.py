@@ -131,7 +131,7 @@ class Synthesiser(ModuleComponent):
         if not isinstance(payload, ModuleInput):
             raise InternalError(f"a synthesiser takes a ModuleInput, not a {type(payload).__name__}")
         arrays = {"input_ids" if name == TOKEN_IDS else name: array for name, array in payload.arrays.items()}
-        inputs = {name: self._placed(array) for name, array in arrays.items()}
+        inputs = {name: self._to_device(array) for name, array in arrays.items()}
         seed = secrets.randbits(63) if job.params.seed is None else job.params.seed
 
         def call(paused: PausedCall[torch.Tensor]) -> torch.Tensor:
@@ -141,7 +141,7 @@ class Synthesiser(ModuleComponent):
 
         return _Speech(PausedCall(call, "speak"), RandomState(seed, self._device))
 
-    def _placed(self, array: np.ndarray) -> torch.Tensor:
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.asarray(array))[None].to(self._device)
         return tensor.to(self.model.dtype) if tensor.is_floating_point() else tensor
 

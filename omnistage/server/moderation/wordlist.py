@@ -166,7 +166,7 @@ def _entry(line: str) -> tuple[str, bool, bool]:
 class _RequestFilter(PassingFilter):
     def __init__(self, words: WordList) -> None:
         self._words = words
-        self._sent: dict[int, str] = {}
+        self._tails: dict[int, str] = {}
         """The end of the released text of each output, squeezed."""
 
     async def check_prompt(self, texts: tuple[PromptText, ...]) -> Verdict:
@@ -175,7 +175,7 @@ class _RequestFilter(PassingFilter):
         return Refuse() if flagged else Pass()
 
     async def check_output(self, answer: AnswerText) -> Verdict:
-        words, text, previous = self._words, answer.held, self._sent.get(answer.index, "")
+        words, text, previous = self._words, answer.held, self._tails.get(answer.index, "")
         started = len(previous) < words.max_span
         if words.finds(previous + text, started=started, ended=answer.ended):
             return Refuse()
@@ -184,7 +184,7 @@ class _RequestFilter(PassingFilter):
         while hold and words.finds(previous + text[:-hold], started=started) and (more := words.hold(text[:-hold])):
             hold += more
         cut = len(text) - hold
-        self._sent[answer.index] = squeezed(previous + text[:cut])[-words.max_span :]
+        self._tails[answer.index] = squeezed(previous + text[:cut])[-words.max_span :]
         if hold <= MAX_HELD_CHARS:
             return Pass(hold)
         # It reads the same squeezed, and an output of nothing but whitespace must not be held without bound.

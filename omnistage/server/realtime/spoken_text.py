@@ -92,8 +92,8 @@ class SpokenText:
         """Of those."""
         self._voice: tuple[AudioClip, str] | None = None
         """The first sentence and how it sounded: the next ones are spoken with its voice, where the model can."""
-        self._spoken = 0
-        self._kept = 0
+        self._num_spoken = 0
+        self._config_bytes = 0
         """Bytes of the settings and of the voice."""
         self._task: asyncio.Task[None] | None = None
         self.finished = asyncio.Event()
@@ -148,13 +148,13 @@ class SpokenText:
         clones = isinstance(model.omni.processor, VoiceCloner)
         size = _VOICE_BYTES if clones and config.ref_audio is None else len(config.ref_audio or "")
         self._hold.resize(size)
-        self._kept, self._config, self.model_name = size, config, name
+        self._config_bytes, self._config, self.model_name = size, config, name
 
     async def _append(self, text: str) -> None:
         self._require_config()
         self._service.check_ready()
         self._check_room(len(text))
-        self._hold.resize(self._kept + _CHAR_BYTES * (self._chars + len(text) + self._text.max_characters))
+        self._hold.resize(self._config_bytes + _CHAR_BYTES * (self._chars + len(text) + self._text.max_characters))
         if len(text) <= _SMALL_CHARS:
             self._text, sentences = self._text.push(text)
             await asyncio.sleep(0)  # many messages may be there already
@@ -191,11 +191,11 @@ class SpokenText:
                 sentence = self._waiting.popleft()
                 self._chars -= _size(sentence)
                 if sentence is None:
-                    await self._send({"type": "session.done", "total_sentences": self._spoken})
-                    self._spoken = 0
+                    await self._send({"type": "session.done", "total_sentences": self._num_spoken})
+                    self._num_spoken = 0
                 else:
-                    await self._say(sentence, self._spoken)
-                    self._spoken += 1
+                    await self._say(sentence, self._num_spoken)
+                    self._num_spoken += 1
         except ClientGoneError:
             self._waiting.clear()
             self._chars = 0

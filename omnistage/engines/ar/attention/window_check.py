@@ -42,7 +42,7 @@ def check_windows(calls: Sequence[AttentionCall]) -> None:
         for length in (edge + 2, 2 * edge + _ROWS):
             values = torch.randn(length, _WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
             zero, keys = torch.tensor(0), torch.arange(length)
-            for rows, got in _served(call.module, values):
+            for rows, got in _windowed_outputs(call.module, values):
                 seen = call.shows(zero, zero, rows[:, None], keys[None]).expand(len(rows), length).double()
                 expected = seen @ values / seen.sum(-1, keepdim=True)
                 if not float((got - expected).abs().max()) < _TOLERANCE / length:
@@ -52,7 +52,7 @@ def check_windows(calls: Sequence[AttentionCall]) -> None:
                     )
 
 
-def _served(module: nn.Module, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _windowed_outputs(module: nn.Module, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Queries of a text with these values, and what they get: some at its end as a chunk, and the last alone."""
     length, backend, device = len(values), SdpaBackend(), values.device
     for order in (np.arange(length), np.arange(length)[::-1].copy()):  # slots in a row are read in another way

@@ -196,16 +196,16 @@ class _Penalties:
         repeating = [(i, s) for i, s in enumerate(states) if s.seen is not None]
         counting = [(i, s) for i, s in enumerate(states) if s.counts is not None]
         self._host = arrays.host
-        self._seen: Any = None
+        self._repeated: Any = None
         self._counts: Any = None
 
         def numbers(values: Sequence[float]) -> Array:
             return arrays.put(np.array(values, dtype=np.float32))
 
         if repeating:
-            self._seen = _counters([s.seen for _, s in repeating], [i for i, _ in repeating], arrays)
+            self._repeated = _counters([s.seen for _, s in repeating], [i for i, _ in repeating], arrays)
             self._repetition = numbers([s.params.repetition_penalty for _, s in repeating])
-            for row, (_, state) in zip(self._seen.stack, repeating, strict=True):
+            for row, (_, state) in zip(self._repeated.stack, repeating, strict=True):
                 state.seen = row
         if counting:
             self._counts = _counters([s.counts for _, s in counting], [i for i, _ in counting], arrays)
@@ -213,7 +213,7 @@ class _Penalties:
             self._frequency = numbers([s.params.frequency_penalty for _, s in counting])
             for row, (_, state) in zip(self._counts.stack, counting, strict=True):
                 state.counts = row
-        self.counters = [counter for counter in (self._seen, self._counts) if counter is not None]
+        self.counters = [counter for counter in (self._repeated, self._counts) if counter is not None]
 
     def apply(self, x: Array) -> None:
         if self._host:
@@ -222,8 +222,8 @@ class _Penalties:
             self._apply_dense(x)
 
     def _apply_places(self, flat: Array) -> None:
-        if self._seen is not None:
-            places, factor = self._seen.in_part, self._repetition[self._seen.row]
+        if self._repeated is not None:
+            places, factor = self._repeated.in_part, self._repetition[self._repeated.row]
             values = flat[places]
             flat[places] = np.where(values < 0, values * factor, values / factor)
         if self._counts is not None:
@@ -233,10 +233,10 @@ class _Penalties:
             flat[places] = flat[places] - frequency - self._presence[row]
 
     def _apply_dense(self, x: Tensor) -> None:
-        if self._seen is not None:
-            rows, factor = x[self._seen.part_rows], self._repetition[:, None]
+        if self._repeated is not None:
+            rows, factor = x[self._repeated.part_rows], self._repetition[:, None]
             changed = torch.where(rows < 0, rows * factor, rows / factor)
-            x[self._seen.part_rows] = torch.where(self._seen.stack != 0, changed, rows)
+            x[self._repeated.part_rows] = torch.where(self._repeated.stack != 0, changed, rows)
         if self._counts is not None:
             rows, counts = x[self._counts.part_rows], self._counts.stack
             rows = rows - self._frequency[:, None] * counts

@@ -359,10 +359,10 @@ async def recognized(
                 "the content filter changed this transcription; set response_format to json or text"
             )
         transcript = replace(transcript, whole=text, segments=(), words=())
-    return _written(form, transcript, tokens_used(final.usage), translated=options.translate)
+    return _render(form, transcript, tokens_used(final.usage), translated=options.translate)
 
 
-def _written(
+def _render(
     form: TranscriptionForm | TranslationForm, transcript: Transcript, usage: TokensUsed, *, translated: bool
 ) -> Response:
     text = transcript.whole or ""
