@@ -80,9 +80,9 @@ def from_range(spec: str, root: Path) -> Change:
     change.title, _, change.description = messages.partition("\n")
     for file in change.files:
         if file.status != "deleted" and not file.binary:
-            shown = git(["cat-file", "blob", f"{head}:{file.path}"], root, limit=MAX_FILE_BYTES)
-            if shown.code == 0 and not shown.cut:
-                file.text = decode(shown.data, file.path)
+            blob = git(["cat-file", "blob", f"{head}:{file.path}"], root, limit=MAX_FILE_BYTES)
+            if blob.code == 0 and not blob.cut:
+                file.text = decode(blob.data, file.path)
     return change
 
 

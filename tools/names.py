@@ -78,14 +78,22 @@ class Names(ast.NodeVisitor):
         self.bindings: dict[tuple[str, str], Binding] = {}
         self._scope: list[str] = []
         self._booleans: set[tuple[str, str]] = set()
+        self._sides: set[str] = set()
+        """Scopes in which `left` is a side."""
 
     def suspects(self) -> list[Binding]:
-        return [binding for key, binding in self.bindings.items() if key not in self._booleans]
+        return [
+            binding
+            for key, binding in self.bindings.items()
+            if key not in self._booleans and not (key[1] == "left" and key[0] in self._sides)
+        ]
 
     def _bind(self, name: str, line: int, value: ast.expr | None = None) -> None:
         key = ".".join(self._scope), name
         if is_boolean(value):
             self._booleans.add(key)
+        if name in ("right", "top"):
+            self._sides.add(key[0])
         if is_participle(name) or FORBIDDEN.search(name.lower()) or EXTREMES.search(name):
             self.bindings.setdefault(key, Binding(self.path, line, *key))
 

@@ -81,9 +81,9 @@ def between(scale: float, anchors: Sequence[int], multiple: int = 1) -> int:
     Rounding up keeps the sizes monotonic in `scale` even where the multiple itself grows with it.
     """
     position = scale * (len(anchors) - 1)
-    left = min(int(position), len(anchors) - 2)
-    low, high = anchors[left], anchors[left + 1]
-    exact = low * math.pow(high / low, position - left)
+    lower = min(int(position), len(anchors) - 2)
+    low, high = anchors[lower], anchors[lower + 1]
+    exact = low * math.pow(high / low, position - lower)
     # The small allowance keeps floating point from pushing an exact anchor up to the next multiple.
     return math.ceil(exact / multiple - 1e-6) * multiple
 

@@ -114,15 +114,15 @@ class ChatTemplate:
         against them.
         """
         try:
-            offered = [_guarded(tool, guarded) for tool in tools]
+            offers = [_guarded(tool, guarded) for tool in tools]
             ready = [{key: _guarded(v, guarded) if key != "content" else v for key, v in t.items()} for t in turns]
-            uses_tools = offered or any(turn["role"] == "tool" or "tool_calls" in turn for turn in ready)
+            uses_tools = offers or any(turn["role"] == "tool" or "tool_calls" in turn for turn in ready)
             if uses_tools and not self.takes_tools:
-                ready, offered = self._render_tools_as_text(ready, offered), []
+                ready, offers = self._render_tools_as_text(ready, offers), []
             options = _options(thinking)
             if template is not PLAIN_TEMPLATE:
                 options |= self._checked(template, ready, guarded)
-            return self._render(ready, offered or None, **options)
+            return self._render(ready, offers or None, **options)
         except OmniError:
             raise
         except RecursionError as error:
@@ -254,10 +254,10 @@ def _options(thinking: bool | None) -> dict[str, Any]:
 
 def instructions(tools: Sequence[ToolSpec]) -> str:
     """The description of the tools for a model whose template has none."""
-    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    tool_lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     return (
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
-        f"You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{listed}\n</tools>"
+        f"You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{tool_lines}\n</tools>"
         "\n\nFor each function call, return a json object with function name and arguments within "
         '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}'
         "\n</tool_call>"

@@ -90,10 +90,10 @@ class ReasoningReader:
 
     def end(self) -> tuple[str, str]:
         """What is left when the text is over."""
-        held, self._pending = self._pending, ""
+        rest, self._pending = self._pending, ""
         if self.over:
             return "", ""  # white space behind a block
-        return (held.strip() if not self._begun else held.rstrip(), "") if self.inside else ("", held)
+        return (rest.strip() if not self._begun else rest.rstrip(), "") if self.inside else ("", rest)
 
     def _read_block(self) -> str:
         if not self.inside:

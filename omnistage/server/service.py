@@ -186,9 +186,9 @@ class Service:
             if not health.available
         ]
 
-    def report_loading(self, name: str, doing: str, done: float) -> None:
+    def report_loading(self, name: str, doing: str, fraction: float) -> None:
         """Note how far a model is; called while it loads."""
-        self.loading_step = f"{name}: {doing}, {done:.0%} after {time.monotonic() - self._began:.0f} s"
+        self.loading_step = f"{name}: {doing}, {fraction:.0%} after {time.monotonic() - self._began:.0f} s"
 
     def add(self, name: str, omni: AsyncOmni) -> None:
         self.models[name] = ServedModel(name, omni)

@@ -109,8 +109,8 @@ class SequenceRows:
         known_length = self.prompt_length if self.positions is None else self.positions.shape[1]
         split = min(max(known_length, start), end)
         if split > start:
-            known = self.positions
-            out[:, : split - start] = np.arange(start, split) if known is None else known[:, start:split]
+            positions = self.positions
+            out[:, : split - start] = np.arange(start, split) if positions is None else positions[:, start:split]
         if end > split:
             out[:, split - start :] = np.arange(split, end) + self.payload.position_delta
 
@@ -118,9 +118,9 @@ class SequenceRows:
 
     def sync_blocks(self, blocks: Sequence[int], block_size: int) -> None:
         """Take over blocks appended since the last call."""
-        known = len(self.table)
-        if len(blocks) > known:
-            new = np.asarray(blocks[known:], dtype=np.int64)
+        num_blocks = len(self.table)
+        if len(blocks) > num_blocks:
+            new = np.asarray(blocks[num_blocks:], dtype=np.int64)
             self.table = np.concatenate((self.table, new.astype(np.int32)))
             fresh = (new[:, None] * block_size + np.arange(block_size)[None, :]).reshape(-1)
             self.slots = np.concatenate((self.slots, fresh))

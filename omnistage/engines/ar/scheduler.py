@@ -67,14 +67,14 @@ class SequenceState:
     @property
     def pending(self) -> int:
         """How many tokens could be computed now; 0: it waits for its upstream, for a token to be read, or is held."""
-        known = len(self.token_ids) - self.held
+        num_tokens = len(self.token_ids) - self.held
         if self.unread:
-            known += self.unread
-            if not self.ahead or not self.running or known >= self.max_length:
+            num_tokens += self.unread
+            if not self.ahead or not self.running or num_tokens >= self.max_length:
                 return 0
         if self.side_rows is not None:
-            known = int(min(known, self.prompt_length + self.side_rows))
-        return max(known - self.computed, 0)
+            num_tokens = int(min(num_tokens, self.prompt_length + self.side_rows))
+        return max(num_tokens - self.computed, 0)
 
     def extend_hashes(self, block_size: int, upto: int) -> None:
         """Hash the full blocks within the first `upto` tokens."""

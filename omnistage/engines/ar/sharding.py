@@ -63,9 +63,9 @@ class RankGroup:
             local._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # other machines are not heard
             local._timeout = timeout
             self._group = ProcessGroupGloo(meeting, self.rank, self.size, local)  # type: ignore[assignment]
-        met = torch.zeros(1, device=device)
-        self.all_reduce(met)
-        met.item()  # waits for the device
+        probe = torch.zeros(1, device=device)
+        self.all_reduce(probe)
+        probe.item()  # waits for the device
 
     @property
     def _connected(self) -> ProcessGroup:
@@ -225,18 +225,18 @@ def _divides_heads(
     kind: str, modules: dict[str, nn.Module], linear: dict[str, str], attention: Collection[nn.Module]
 ) -> bool:
     """Whether heads are divided: in all layers, or in none."""
-    found: set[bool] = set()
+    outcomes: set[bool] = set()
     for name in (name for name, module in modules.items() if module in attention):
         styles = {part.removeprefix(f"{name}."): style for part, style in linear.items() if part.startswith(f"{name}.")}
         if styles == _HEAD_STYLES and not any(True for _ in modules[name].parameters(recurse=False)):
-            found.add(True)
+            outcomes.add(True)
         elif set(styles.values()) <= {"colwise_gather_output", "rowwise_split_input"}:
-            found.add(False)
+            outcomes.add(False)
         else:
             raise _unsupported(kind, f"divides {name} as {styles}, beside what each of its heads has")
-    if len(found) != 1:
+    if len(outcomes) != 1:
         raise _unsupported(kind, "divides the heads of some layers and not of others")
-    return found.pop()
+    return outcomes.pop()
 
 
 def _check_heads(kind: str, model: PreTrainedModel, size: int, kv_heads: Sequence[int]) -> None:

@@ -189,10 +189,10 @@ class TextStream:
             return ""
         self._finished = True
         if self._bytes is not None:
-            left = self._utf8.decode(b"", final=True)
+            rest = self._utf8.decode(b"", final=True)
         else:
-            left = self._remainder() if self._pending else ""
-        text = self._release(left) if self._stops and left else left
+            rest = self._remainder() if self._pending else ""
+        text = self._release(rest) if self._stops and rest else rest
         if not self.stopped:
             text, self._unreleased = text + self._unreleased, ""
         return text

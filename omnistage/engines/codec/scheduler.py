@@ -313,15 +313,15 @@ class CodecScheduler:
             return True
         others = min(request.others / max(now - request.first_code, 1e-9), 0.9)
         ready = others * request.others / max(request.others_count, 1)  # another batch may run when a window is ready
-        played, done, num_codes = request.held, request.done, float(len(request.codes))
+        played, num_done, num_codes = request.held, request.done, float(len(request.codes))
         beginners = sum(r.streaming and bool(r.codes) and r.dry_at is None for r in self._requests.values())
         company = min(max(request.company, beginners), listeners)
         for index in range(request.windows, request.windows + 3):
-            if request.final and done >= len(request.codes):
+            if request.final and num_done >= len(request.codes):
                 break
             size = self.chunk_blocks(index)
-            done += size * layout.block_codes
-            missing = 0.0 if request.final else max(0.0, done + self.lookahead - num_codes)
+            num_done += size * layout.block_codes
+            missing = 0.0 if request.final else max(0.0, num_done + self.lookahead - num_codes)
             seconds = self._seconds_of(company, size)
             ready += pace.wait(missing, others) + seconds
             num_codes += missing + seconds * pace.beside

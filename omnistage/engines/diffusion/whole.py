@@ -202,7 +202,9 @@ class WholeStage(BatchedStage[DiffusionInput, DiffusionParams]):
 
     def stats(self) -> StageStats:
         running = int(self._current is not None)
-        return StageStats(waiting=len(self._queue), running=running, steps=self._steps, tokens=self._lane_steps, capacity=1)
+        return StageStats(
+            waiting=len(self._queue), running=running, steps=self._steps, tokens=self._lane_steps, capacity=1
+        )
 
     def close(self) -> None:
         self._drop_current()

@@ -102,8 +102,8 @@ class MultimodalProcessor(ChatProcessor):
     def check_media(self) -> None:
         """Raise where no kind of media can be given, with what the processor said."""
         if len(self.input_modalities) < 2:
-            said = "; ".join(f"{kind}: {reason}" for kind, reason in self._refusals.items())
-            raise UnsupportedModelError(_NO_MEDIA + (f" ({said})" if said else ""))
+            reasons = "; ".join(f"{kind}: {reason}" for kind, reason in self._refusals.items())
+            raise UnsupportedModelError(_NO_MEDIA + (f" ({reasons})" if reasons else ""))
 
     def chat(
         self,

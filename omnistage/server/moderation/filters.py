@@ -107,7 +107,7 @@ class RequestFilter:
         """Check a generated text whenever it has grown, and once more at its end."""
         return Pass()
 
-    async def check_made(self, made: AudioChunk | ImageChunk | VideoChunk) -> Verdict:
+    async def check_made(self, chunk: AudioChunk | ImageChunk | VideoChunk) -> Verdict:
         """Check generated audio, an image (previews too) or a video before it is sent. `Redact` counts as `Refuse`."""
         return Pass()
 

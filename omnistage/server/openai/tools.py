@@ -330,23 +330,23 @@ class CallReader:
 
     def end(self) -> list[Delta]:
         """The deltas of what is left when the text is over."""
-        held, self._pending = self._pending, ""
+        rest, self._pending = self._pending, ""
         if self._state == self._in_call:
             # Some models end without closing the call. A name without arguments is not a call.
-            return [self._parsed(held) or {"content": f"{_OPEN}{held}"}]
-        return [{"content": held}] if held and self._state is None else []
+            return [self._parsed(rest) or {"content": f"{_OPEN}{rest}"}]
+        return [{"content": rest}] if rest and self._state is None else []
 
     # Each state consumes what it can of the held text and returns whether another state can go on with the rest.
 
     def _in_text(self, deltas: list[Delta]) -> bool:
-        before, opened, after = self._pending.partition(_OPEN)
-        keep = 0 if opened else _overlap(before, _OPEN)
-        ready, self._pending = before[: len(before) - keep], after if opened else before[len(before) - keep :]
-        if ready and not (ready.isspace() and (opened or self.calls)):
+        before, opening, after = self._pending.partition(_OPEN)
+        keep = 0 if opening else _overlap(before, _OPEN)
+        ready, self._pending = before[: len(before) - keep], after if opening else before[len(before) - keep :]
+        if ready and not (ready.isspace() and (opening or self.calls)):
             deltas.append({"content": ready})
-        if opened:
+        if opening:
             self._state = self._in_call
-        return bool(opened)
+        return bool(opening)
 
     def _in_call(self, deltas: list[Delta]) -> bool:
         head = _HEAD.match(self._pending)

@@ -369,10 +369,10 @@ class Session:
 
     async def _respond(self, request: JsonObject) -> None:
         self._service.check_ready()
-        model, sent = self.model, request.get("input")
-        if isinstance(sent, list) and len(sent) > self._limits.items:
+        model, overrides = self.model, request.get("input")
+        if isinstance(overrides, list) and len(overrides) > self._limits.items:
             raise LimitExceededError(
-                f"has {len(sent)} items, and may have {self._limits.items}; leave some out", param="response.input"
+                f"has {len(overrides)} items, and may have {self._limits.items}; leave some out", param="response.input"
             )
 
         def merge() -> tuple[SessionConfig, ResponseOptions]:

@@ -99,9 +99,9 @@ class TurnTranscriber:
         try:
             if len(self._tasks) > _MAX_RUNNING:
                 raise QueueFullError(f"{_MAX_RUNNING} turns are being transcribed already; this one is left out")
-            served = transcriber_of(self._service, self._holder, model, settings, "transcription")
-            record.model = served.name
-            text, usage = await self._transcribe(part, served, settings)
+            transcriber = transcriber_of(self._service, self._holder, model, settings, "transcription")
+            record.model = transcriber.name
+            text, usage = await self._transcribe(part, transcriber, settings)
             part.transcript = text
             if text:
                 await self._send({"type": f"{_EVENT}.delta", **place, "delta": text})

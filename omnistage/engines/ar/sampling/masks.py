@@ -72,12 +72,12 @@ class GrammarThreads:
             self._jobs.append(_Job(work, owner))
             self._assign()
 
-    def wait(self, done: Callable[[], bool], seconds: float) -> bool:
+    def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
         """Wait until `done`, which is asked after every job; whether it was in time."""
         with self._finished:
             self._waiters += 1
             try:
-                return self._finished.wait_for(done, seconds)
+                return self._finished.wait_for(condition, seconds)
             finally:
                 self._waiters -= 1
                 self._assign()

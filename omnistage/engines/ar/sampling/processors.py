@@ -292,11 +292,11 @@ class Processors:
             self._hold_stops(x, flat, self._stops)
 
     def _hold_stops(self, x: Array, flat: Array, stops: _Pairs) -> None:
-        held = flat[stops.places]
+        values = flat[stops.places]
         flat[stops.places] = self._never
         # A finished grammar, or a list of allowed ids, may leave only ids that stop: then they stay.
         nothing_left = self._arrays.xp.amax(x, 1) == -np.inf
-        flat[stops.places] = self._arrays.xp.where(nothing_left[stops.row_of_each], held, self._never)
+        flat[stops.places] = self._arrays.xp.where(nothing_left[stops.row_of_each], values, self._never)
 
     def record(self, ids: Tensor) -> None:
         """Count the sampled tokens."""

@@ -113,11 +113,11 @@ class TranscriptChunks:
         if item.final is not None:
             events.append(self._chunk("", "stop", used_now))
             if self._include_usage:
-                used = tokens_used(item.final.usage)
+                tokens = tokens_used(item.final.usage)
                 counts = {
-                    "prompt_tokens": used["input_tokens"],
-                    "completion_tokens": used["output_tokens"],
-                    "total_tokens": used["total_tokens"],
+                    "prompt_tokens": tokens["input_tokens"],
+                    "completion_tokens": tokens["output_tokens"],
+                    "total_tokens": tokens["total_tokens"],
                 }
                 events.append({**self._head(), "choices": [], "usage": counts})
         return events

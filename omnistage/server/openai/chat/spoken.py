@@ -39,8 +39,8 @@ class SpokenAnswers:
         audio_id = audio.get("id") if isinstance(audio, Mapping) else None
         if message.get("role") != "assistant" or not isinstance(audio_id, str):
             return message
-        kept = self._texts.get((holder, audio_id))
-        if kept is None or kept[0] < self._clock():
+        entry = self._texts.get((holder, audio_id))
+        if entry is None or entry[0] < self._clock():
             return message
         rest = {key: value for key, value in message.items() if key != "audio"}
-        return rest if rest.get("content") else {**rest, "content": kept[1]}
+        return rest if rest.get("content") else {**rest, "content": entry[1]}

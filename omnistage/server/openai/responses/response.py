@@ -216,8 +216,8 @@ class ResponseWriter:
             self._event("response.in_progress", response=response),
         ]
         # With tools, what the first item is is not known yet; nor while it may be reasoning.
-        known = self._reader is None and not item.reasoning and (item.text or item.audio is not None)
-        return events + self._open_message() if known else events
+        settled = self._reader is None and not item.reasoning and (item.text or item.audio is not None)
+        return events + self._open_message() if settled else events
 
     def _reasoning(self, text: str) -> list[ResponseEvent]:
         if not text:
@@ -343,8 +343,8 @@ class ResponseWriter:
             return []
         item["status"] = status
         if item["type"] == "function_call":
-            done = "response.function_call_arguments.done"
-            events = [self._item_event(done, name=item["name"], arguments=item["arguments"])]
+            event = "response.function_call_arguments.done"
+            events = [self._item_event(event, name=item["name"], arguments=item["arguments"])]
         elif item["type"] == "reasoning":
             events = [
                 self._part_event("response.reasoning_text.done", text=self._reasoning_part["text"]),

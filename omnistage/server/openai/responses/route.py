@@ -165,10 +165,10 @@ def _page(items: Sequence[Mapping[str, object]], limit: int, after: str | None) 
     if after is not None and after not in ids:
         raise InvalidRequestError("item not found; send the last_id of the page before", param="after")
     start = 0 if after is None else ids.index(after) + 1
-    shown, shown_ids = list(items[start : start + limit]), ids[start : start + limit]
+    page, shown_ids = list(items[start : start + limit]), ids[start : start + limit]
     return {
         "object": "list",
-        "data": shown,
+        "data": page,
         "first_id": shown_ids[0] if shown_ids else None,
         "last_id": shown_ids[-1] if shown_ids else None,
         "has_more": start + limit < len(items),
