@@ -270,19 +270,25 @@ async def test_work_runs_in_the_callers_context() -> None:
 
 @in_loop
 async def test_the_deadline_ends_the_wait_and_reaches_the_thread() -> None:
-    seen, cancellation = Future[str](), Cancellation(time.monotonic() + 0.05)
+    for seconds in (0.05, 0.5, 5.0, 50.0):  # again with more where no thread had begun by then
+        began, seen, cancellation = threading.Event(), Future[str](), Cancellation(time.monotonic() + seconds)
 
-    def work() -> None:
-        try:
-            while True:
-                cancellation.check()
-                time.sleep(0.005)
-        except DeadlineExceededError:
-            seen.set_result("deadline")
-            raise
+        def work(
+            began: threading.Event = began, seen: Future[str] = seen, cancellation: Cancellation = cancellation
+        ) -> None:
+            began.set()
+            try:
+                while True:
+                    cancellation.check()
+                    time.sleep(0.005)
+            except DeadlineExceededError:
+                seen.set_result("deadline")
+                raise
 
-    with pytest.raises(DeadlineExceededError):
-        await prepare(work, cancellation, Lane.LONG)
+        with pytest.raises(DeadlineExceededError):
+            await prepare(work, cancellation, Lane.LONG)
+        if began.is_set():
+            break
     assert await asyncio.wrap_future(seen) == "deadline"
 
 

@@ -281,8 +281,11 @@ def test_a_timeout_ends_a_preparation_too(rig: Rig, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(rig.processor, "text", slow)
     with rig.omni() as omni:
-        late, early = omni.generate(["slow", "other"], timeout=0.2)
-        assert (late.finish_reason, late.error) == (FinishReason.DEADLINE, None)
+        for seconds in (0.2, 2.0, 20.0):  # again with more where the other one was not prepared by then
+            late, early = omni.generate(["slow", "other"], timeout=seconds)
+            assert (late.finish_reason, late.error) == (FinishReason.DEADLINE, None)
+            if prepared:
+                break
         assert prepared == ["other"]
         assert early.finish_reason in (FinishReason.STOP, FinishReason.DEADLINE)
         (late,) = omni.generate("slow", timeout=0.01)
