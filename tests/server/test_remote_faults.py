@@ -94,7 +94,7 @@ class Client:
 
     def close(self) -> None:
         self.loop.stop(drain=False)
-        assert self.loop.join(10)
+        assert self.loop.join(60)
         self.stage.close()
 
 
