@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from omnistage.core.errors import InvalidRequestError
 from omnistage.pipeline.intake import ParamsLike, Prompt
-from omnistage.pipeline.output import Sink
+from omnistage.pipeline.output_assembler import Sink
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
 
 Conversation = Sequence[Mapping[str, object]]

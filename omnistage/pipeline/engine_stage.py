@@ -63,7 +63,7 @@ def _diffusion_stage(
         return DenoiseStage(name, component, stage_cfg.budget, stage_cfg.params, adapters)
     if isinstance(component, LatentDecoder):
         return DecodeStage(name, component, stage_cfg.budget)
-    from omnistage.engines.diffusion.whole import WholePipeline, WholeStage
+    from omnistage.engines.diffusion.whole_pipeline import WholePipeline, WholeStage
 
     if isinstance(component, WholePipeline):
         return WholeStage(name, component, stage_cfg.budget)

@@ -44,7 +44,7 @@ from omnistage.pipeline.deadlines import DeadlineTimer
 from omnistage.pipeline.health import FailedStage, OrchestratorStats, StageHealth, close_stages
 from omnistage.pipeline.loop import StageLoop
 from omnistage.pipeline.loop_threads import join_threads, loop_threads, sharing
-from omnistage.pipeline.output import Sink
+from omnistage.pipeline.output_assembler import Sink
 from omnistage.pipeline.outputs import Trace
 from omnistage.pipeline.planning import RequestPlanner, check_parts
 from omnistage.pipeline.request import OmniRequest, Phase, RequestPlan, RequestRun

@@ -40,7 +40,7 @@ from omnistage.core.types import (
     VideoChunk,
 )
 from omnistage.media.budget import MediaHold
-from omnistage.pipeline.output import OutputAssembler, Sink
+from omnistage.pipeline.output_assembler import OutputAssembler, Sink
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, StageTrace, Trace, Usage
 
 

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from omnistage.pipeline.event_loop import LoopCalls, call_soon
 from omnistage.pipeline.orchestrator import Orchestrator
-from omnistage.pipeline.output import OutputBuffer
+from omnistage.pipeline.output_assembler import OutputBuffer
 from omnistage.pipeline.outputs import OutputChunk, Trace
 from omnistage.pipeline.request import RequestPlan, RequestRun
 

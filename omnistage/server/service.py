@@ -48,12 +48,12 @@ from omnistage.server.moderation.filtering import start_filtered
 from omnistage.server.moderation.filters import ContentFilter, FilterContext, RequestFilter
 from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, FILTERED, AuditFile, AuditRecord, is_tag
 from omnistage.server.observe.metrics import RequestMetrics
-from omnistage.server.observed import ObservedStream
 from omnistage.server.openai.chat.spoken import SpokenAnswers
 from omnistage.server.openai.files import FileStore
 from omnistage.server.openai.responses.store import ResponseStore
 from omnistage.server.openai.videos.jobs import JobStore, VideoJobs
 from omnistage.server.reasoning import ReasoningStream, plan_thinking
+from omnistage.server.request_stream import ObservedStream
 
 if TYPE_CHECKING:
     from omnistage.server.observe.tracing import Tracing

@@ -24,7 +24,7 @@ from omnistage.core.types import (
     StageInput,
 )
 from omnistage.engines.codec import CodecComponent, CodecLayout, CodecStage, Window
-from omnistage.engines.codec.receptive import Conv, Parallel, Transposed, frame_context
+from omnistage.engines.codec.receptive_field import Conv, Parallel, Transposed, frame_context
 from omnistage.pipeline.engine_stage import engine_stage
 
 BUDGET = SimpleNamespace(

@@ -29,7 +29,7 @@ from omnistage.config import (
     to_yaml,
 )
 from omnistage.config.emit import emit_yaml
-from omnistage.config.names import graph_of
+from omnistage.config.graph import graph_of
 from omnistage.config.resolve import check
 from omnistage.config.yamlio import load_file, load_text
 from omnistage.core.errors import (

@@ -20,7 +20,7 @@ from omnistage.cli.options import ModelOptions
 from omnistage.cli.terminal import Terminal
 from omnistage.core.cancellation import current_cancellation
 from omnistage.core.types import Modality
-from omnistage.pipeline.output import OutputBuffer
+from omnistage.pipeline.output_assembler import OutputBuffer
 from omnistage.pipeline.outputs import OutputChunk
 from tests.unit.chat_harness import FakeOmni, make
 

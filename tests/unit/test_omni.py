@@ -30,7 +30,7 @@ from omnistage.core.params import CodecParams, SamplingParams, StructuredOutput
 from omnistage.core.types import ARInput, FinishReason, OmniTokensPrompt, StageInput
 from omnistage.omni import AsyncOmni, Omni, OmniLLM
 from omnistage.pipeline.intake import RequestOptions
-from omnistage.pipeline.output import Sink
+from omnistage.pipeline.output_assembler import Sink
 from omnistage.pipeline.outputs import OutputChunk
 from omnistage.pipeline.request import RequestPlan, RequestRun
 from tests.unit.fakes import AUDIO, FakeProcessor, FakeStage, linear, make_graph, stream_into

@@ -27,7 +27,7 @@ from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
 from omnistage.core.validation import short_repr
-from omnistage.engines.diffusion.whole import Generated, OnStep, VideoWithAudio, WholePipeline
+from omnistage.engines.diffusion.whole_pipeline import Generated, OnStep, VideoWithAudio, WholePipeline
 from omnistage.models._diffusers.loading import INDEX, Parts, check_weights, diffusers
 from omnistage.models._diffusers.schedules import other_scheduler
 from omnistage.models.diffusers_pipeline.inspection import (
