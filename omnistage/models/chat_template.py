@@ -309,11 +309,8 @@ class ChatProcessor:
 
     _template: ChatTemplate
     _prompts: PromptTokenizer
-
-    @cached_property
-    def _message_tokens(self) -> int:
-        """Tokens of a message at least."""
-        return self._template.message_tokens(self._prompts.count)
+    _message_tokens: int
+    """Tokens of a message at least."""
 
     def _check_messages(self, messages: Sequence[ChatMessage], source: object) -> None:
         """Raise where there is no template (`source`), or there are more messages than fit."""

@@ -185,22 +185,22 @@ class Ranks:
     def fail(self, error: BaseException) -> StageLostError:
         if not self._ended.wait(_NOTICE_SECONDS):
             log_defect(f"a step of stage {self._name!r} on rank 0", error)
-        lost_error = self._lose(f"a step failed on rank 0 of stage {self._name!r} with {type(error).__name__}")
+        lost = self._lose(f"a step failed on rank 0 of stage {self._name!r} with {type(error).__name__}")
         for worker in self._workers:
             worker.kill()
-        return lost_error
+        return lost
 
     # ------------------------------------------------------------------------------------------------ ending
 
     def _watch(self) -> None:
         """Until the end: end a rank that gives no sign of life, which then is a rank that has ended."""
-        heard_at, misses = dict.fromkeys(self._workers, 0.0), dict.fromkeys(self._workers, 0)
+        heard, missed = dict.fromkeys(self._workers, 0.0), dict.fromkeys(self._workers, 0)
         while not self._ended.wait(BEAT_SECONDS):
             for rank, worker in enumerate(self._workers, start=1):
-                misses[worker] = misses[worker] + 1 if worker.heard == heard_at[worker] else 0
-                heard_at[worker] = worker.heard
-                if misses[worker] >= _MAX_MISSED_BEATS:
-                    self._lose(f"rank {rank} of stage {self._name!r} has given no sign of life for {misses[worker]} s")
+                missed[worker] = missed[worker] + 1 if worker.heard == heard[worker] else 0
+                heard[worker] = worker.heard
+                if missed[worker] >= _MAX_MISSED_BEATS:
+                    self._lose(f"rank {rank} of stage {self._name!r} has given no sign of life for {missed[worker]} s")
                     worker.kill()
 
     def _rank_ended(self, rank: int, worker: Worker) -> None:

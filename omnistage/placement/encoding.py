@@ -174,15 +174,15 @@ def _union_codec(members: Sequence[Any]) -> Codec[Any]:
     )
 
 
-def _named_codec(codecs: Mapping[str, Codec[Any]]) -> Codec[Any]:
+def _named_codec(named: Mapping[str, Codec[Any]]) -> Codec[Any]:
     def encode_named(value: Any, buffers: Buffers) -> Json:
         if value is None:
             return None
         name = type(value).__name__
-        return [name, codecs[name].encode(value, buffers)]  # type: ignore[misc]
+        return [name, named[name].encode(value, buffers)]  # type: ignore[misc]
 
     def decode_named(data: Json, buffers: Buffers) -> Any:
-        return None if data is None else codecs[data[0]].decode(data[1], buffers)  # type: ignore[misc]
+        return None if data is None else named[data[0]].decode(data[1], buffers)  # type: ignore[misc]
 
     return Codec(encode_named, decode_named)
 

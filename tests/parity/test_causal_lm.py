@@ -231,7 +231,7 @@ def test_the_probe_leaves_the_weights_as_they_are() -> None:
             {"num_key_value_heads": 6, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
             "indexed_attention",
         ),
-        ("DogeConfig", {}, "its own mask"),
+        ("DogeConfig", {}, "a mask of its own"),
         (
             "FalconConfig",
             {"num_kv_heads": 6, "num_key_value_heads": None, "head_dim": None},

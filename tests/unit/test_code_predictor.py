@@ -14,7 +14,7 @@ from omnistage.core.errors import StageError
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import ARInput, FinishReason, RequestInfo, SideRows, StageInput, TokenChunk
 from omnistage.engines.ar.component import ARComponent, Choose, ResidualCodes
-from omnistage.engines.ar.residual_codes import CodePredictor
+from omnistage.engines.ar.residual import CodePredictor
 from omnistage.engines.ar.stage import ARStage
 from omnistage.models.causal_lm.component import CausalLM
 from tests.unit.test_ar_stage import PROMPT, Around, FakeGraphs, folder, model  # noqa: F401  (fixtures)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from omnistage.engines.ar.attention import PagedContext, current
-from omnistage.engines.ar.residual_codes import ResidualStep
+from omnistage.engines.ar.residual import ResidualStep
 from omnistage.engines.ar.rows import UNREAD, SequenceRows
 from omnistage.engines.ar.sampling.row_block import FIELDS, Block, Field
 from omnistage.engines.ar.scheduler import ScheduledSequence

@@ -26,7 +26,7 @@ from omnistage.engines.ar.embeds import fill_frames, fill_rows
 from omnistage.engines.ar.graphs import DecodeGraphs, StepTensors
 from omnistage.engines.ar.memory import zeros
 from omnistage.engines.ar.prefill_graphs import PrefillGraphs, PromptStep
-from omnistage.engines.ar.residual_codes import CodePredictor
+from omnistage.engines.ar.residual import CodePredictor
 from omnistage.engines.ar.rows import UNREAD, SequenceRows
 from omnistage.engines.ar.sampling.device_selection import has_kernels
 from omnistage.engines.ar.sampling.sampler import PendingTokens, Sampled, Sampler

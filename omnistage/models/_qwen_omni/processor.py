@@ -88,6 +88,7 @@ class QwenOmniProcessor(ChatProcessor, ABC):
         self._voices = tuple(voices)
         self._lock = threading.Lock()
         self._template = ChatTemplate(self._render, processor.tokenizer, parts=True, source=processor.chat_template)
+        self._message_tokens = self._template.message_tokens(self._prompts.count)
 
     @abstractmethod
     def audio_rows(self, frames: torch.Tensor) -> torch.Tensor:

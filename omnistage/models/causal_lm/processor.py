@@ -30,6 +30,7 @@ class CausalLMProcessor(ChatProcessor):
         self._vocab_size = vocab_size
         self._embed_size = embed_size
         self._template = ChatTemplate(self._render, tokenizer)
+        self._message_tokens = self._template.message_tokens(self._prompts.count)
 
     @classmethod
     def load(cls, folder: Path) -> CausalLMProcessor:

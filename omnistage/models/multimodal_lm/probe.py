@@ -59,7 +59,7 @@ def _check_kind(component: MultimodalLM, processor: MultimodalProcessor, kind: M
         ours = component.prepare(RequestInfo("probe"), payload)
         rows, deep = _rows(component, ours)
         _compare(name, component, expected, ours, rows, deep)
-        logits_paged = _paged_logits(component, ours, rows, deep)
+        got = _paged_logits(component, ours, rows, deep)
     except UnsupportedModelError:
         raise
     except torch.OutOfMemoryError:
@@ -67,7 +67,7 @@ def _check_kind(component: MultimodalLM, processor: MultimodalProcessor, kind: M
     except _FORWARD_ERRORS as error:
         detail = str(error) if isinstance(error, OmniError) else type(error).__name__
         raise UnsupportedModelError(f"{name} cannot be run as the engine does: {detail}") from error
-    if (worst := difference(logits_paged, logits)) >= _tolerance(component.dtype):
+    if (worst := difference(got, logits)) >= _tolerance(component.dtype):
         raise UnsupportedModelError(
             f"{name} gives other logits on the paged engine than in transformers (by {worst:.1e} of their range)"
             + _others(expected)
@@ -150,16 +150,16 @@ def _compare(
             "items cannot be encoded one by one"
         )
     if not torch.equal(_positions(component, payload), _expected_positions(component, expected, len(rows))):
-        raise UnsupportedModelError(f"{name} computes positions by its own rule, which is not supported yet")
+        raise UnsupportedModelError(f"{name} counts positions by a rule of its own, which is not served yet")
     if expected.deep is not None and (deep is None or difference(deep, expected.deep) >= tolerance):
         raise UnsupportedModelError(f"{name}: what media add to deeper layers depends on the rest of the prompt")
 
 
 def _positions(component: MultimodalLM, payload: ARInput) -> torch.Tensor:
-    positions = payload.positions
-    if positions is None:
-        positions = torch.arange(len(payload.token_ids))
-    return _at_least_2d(positions).expand(component.spec.position_dims, -1)
+    known = payload.positions
+    if known is None:
+        known = torch.arange(len(payload.token_ids))
+    return _at_least_2d(known).expand(component.spec.position_dims, -1)
 
 
 def _expected_positions(component: MultimodalLM, expected: DecoderInputs, count: int) -> torch.Tensor:

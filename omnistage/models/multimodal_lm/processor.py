@@ -64,6 +64,7 @@ class MultimodalProcessor(ChatProcessor):
         self._prefix, self._suffix = _added_around(tokenizer)
         self.items = ItemProcessor(processor, self._prompts)
         self._template = ChatTemplate(self._render, tokenizer, parts=True, source=self._chat_template)
+        self._message_tokens = self._template.message_tokens(self._prompts.count)
         self._whole = False
         self._refusals: dict[Modality, str] = {}
         """Why a sample of a kind could not be given, by the last attempt."""

@@ -106,10 +106,10 @@ def _mrope(head_dim: int) -> dict[str, object]:
     return {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": section, "mrope_interleaved": True}
 
 
-def _experts(scale: float, top_k: int, width: int) -> dict[str, object]:
+def _experts(scale: float, chosen: int, width: int) -> dict[str, object]:
     return {
         "num_experts": between(scale, (8, 128), 8),
-        "num_experts_per_tok": between(scale, (2, top_k)),
+        "num_experts_per_tok": between(scale, (2, chosen)),
         "moe_intermediate_size": between(scale, (32, width), 32),
         "norm_topk_prob": True,
         "max_position_embeddings": 65536,

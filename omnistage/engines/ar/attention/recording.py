@@ -157,7 +157,7 @@ def _window_of(mask: torch.Tensor | None, module: nn.Module, where: str) -> int 
         raise UnsupportedModelError(f"{where} attends to later tokens too (an encoder); only causal models are served")
     if window == _OTHER:
         raise UnsupportedModelError(
-            f"{where} attends through its own mask, neither causal nor a sliding window, unlike the paged engine"
+            f"{where} attends through a mask of its own, neither causal nor a sliding window, unlike the paged engine"
         )
     return None if window is None else int(window)
 
