@@ -22,7 +22,7 @@ from omnistage.pipeline.intake import (
     is_constrained,
     is_conversation,
 )
-from omnistage.pipeline.output import OutputBuffer, Sink
+from omnistage.pipeline.output_assembler import OutputBuffer, Sink
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
 from omnistage.pipeline.preparation import Lane, lane_of, prepare
 from omnistage.pipeline.request import RequestPlan, RequestRun

@@ -52,8 +52,8 @@ def analyse(change: Change, baseline: frozenset[str] = frozenset()) -> Analysis:
     analysis = Analysis(notes=list(change.notes))
     unread = [file.path for file in change.files if file.binary and file.status != "deleted"]
     if unread:
-        shown = ", ".join(unread[:5]) + (" and others" if len(unread) > 5 else "")
-        analysis.notes.append(f"{len(unread)} binary files, links or submodules were not checked: {shown}")
+        names = ", ".join(unread[:5]) + (" and others" if len(unread) > 5 else "")
+        analysis.notes.append(f"{len(unread)} binary files, links or submodules were not checked: {names}")
     for file in change.files:
         if file.status != "deleted" and not file.binary:
             for item in todo_in_config(file):
@@ -65,8 +65,8 @@ def analyse(change: Change, baseline: frozenset[str] = frozenset()) -> Analysis:
         _sort_in(item, texts[item.path].split("\n"), analysis)
     analysis.findings = _numbered(analysis.findings)
     analysis.findings.sort(key=lambda item: (-item.severity.rank, item.path, item.line, item.rule))
-    kept = [item for item in analysis.findings if item.fingerprint not in baseline]
-    analysis.known, analysis.findings = len(analysis.findings) - len(kept), kept
+    findings = [item for item in analysis.findings if item.fingerprint not in baseline]
+    analysis.known, analysis.findings = len(analysis.findings) - len(findings), findings
     return analysis
 
 
@@ -112,8 +112,8 @@ def _parse(file: ChangedFile, notes: list[str]) -> Iterator[ParsedFile]:
     if file.text is None:
         pieces = [piece for hunk in file.hunks for piece in _fragments(file.path, hunk.new_lines, hunk.new_start)]
         if file.hunks:
-            shown = f"{len(pieces)} of {len(file.hunks)} hunks of the diff were checked alone"
-            notes.append(f"{file.path}: the new version is not at hand; {shown}")
+            note = f"{len(pieces)} of {len(file.hunks)} hunks of the diff were checked alone"
+            notes.append(f"{file.path}: the new version is not at hand; {note}")
         yield from pieces
         return
     if len(file.text) > MAX_FILE_CHARACTERS:
@@ -179,11 +179,11 @@ def _finding(parsed: ParsedFile, rule: Rule, line: int, message: str) -> Finding
 def _suppressions(parsed: ParsedFile) -> list[Suppression]:
     if "review:" not in parsed.text:
         return []
-    found = []
+    suppressions = []
     for line, comment in parsed.comments():
         if match := _ALLOW.search(comment):
-            found.append(Suppression(line, _names(match), match[2].strip()))
-    return found
+            suppressions.append(Suppression(line, _names(match), match[2].strip()))
+    return suppressions
 
 
 def _allowed(parsed: ParsedFile, suppressions: list[Suppression], rule: Rule, lines: range) -> Suppression | None:

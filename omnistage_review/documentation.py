@@ -25,11 +25,11 @@ def rules_page() -> str:
     """All rules, as Markdown."""
     lines = [_RULES_HEAD.format(count=len(RULES))]
     for topic in TOPICS:
-        chosen = sorted((rule for rule in RULES.values() if rule.topic == topic), key=lambda rule: rule.id)
-        if not chosen:
+        rules = sorted((rule for rule in RULES.values() if rule.topic == topic), key=lambda rule: rule.id)
+        if not rules:
             continue
         lines.append(f"## {topic[0].upper()}{topic[1:]}\n")
-        for rule in chosen:
+        for rule in rules:
             lines.append(f"### {rule.id} {rule.title}\n")
             scope = "; needs the whole file" if rule.whole_file else ""
             lines.append(f"*{rule.severity.value}{scope}.* {rule.why}\n\n**Fix:** {rule.fix}\n")

@@ -27,9 +27,9 @@ def from_pull_request(number: int, repo: str | None, root: Path) -> Change:
     """Title, description, diff and new versions of a pull request."""
     if repo is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", repo) is None:
         raise ReviewError(f"--repo {repo!r} is not OWNER/NAME")
-    chosen = ["--repo", repo] if repo else []
+    options = ["--repo", repo] if repo else []
     fields = "number,title,body,url,headRefOid"
-    view = _gh(["pr", "view", str(number), *chosen, "--json", fields], root, number).data
+    view = _gh(["pr", "view", str(number), *options, "--json", fields], root, number).data
     try:
         about: dict[str, Any] = json.loads(view)
     except ValueError as error:
@@ -42,7 +42,7 @@ def from_pull_request(number: int, repo: str | None, root: Path) -> Change:
     )
     place = f"repos/{repo or '{owner}/{repo}'}"
     try:
-        output = _gh(["pr", "diff", str(number), *chosen, "--color", "never"], root, number)
+        output = _gh(["pr", "diff", str(number), *options, "--color", "never"], root, number)
         change.files = parse_diff(output.data.decode("utf-8", "replace"))
         if output.cut:
             change.notes.append(cut_note("the diff"))
@@ -121,16 +121,16 @@ def _listed_files(place: str, number: int, root: Path, notes: list[str]) -> list
 
 def _fetch_contents(change: Change, place: str, number: int, head: str, root: Path) -> None:
     """New versions of the Python files: from the local repository where the commit is there, else from GitHub."""
-    wanted = [file for file in change.files if file.path.endswith((".py", ".pyi")) and file.status != "deleted"]
+    files = [file for file in change.files if file.path.endswith((".py", ".pyi")) and file.status != "deleted"]
     try:
         is_local = bool(head) and git(["cat-file", "-e", f"{head}^{{commit}}"], root).code == 0
     except ReviewError:
         is_local = False
-    if len(wanted) > MAX_FETCHED_FILES and not is_local:
-        change.notes.append(f"{len(wanted)} Python files changed; only {MAX_FETCHED_FILES} of them were fetched whole")
-        wanted = wanted[:MAX_FETCHED_FILES]
+    if len(files) > MAX_FETCHED_FILES and not is_local:
+        change.notes.append(f"{len(files)} Python files changed; only {MAX_FETCHED_FILES} of them were fetched whole")
+        files = files[:MAX_FETCHED_FILES]
     reason = ""
-    for file in wanted:
+    for file in files:
         text = new_version(None, file)  # a diff that adds the file holds all of it
         if text is None and is_local:
             output = git(["cat-file", "blob", f"{head}:{file.path}"], root, limit=MAX_FILE_BYTES)

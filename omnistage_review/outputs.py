@@ -100,8 +100,8 @@ def _largest(report: Report, area: AreaSummary) -> str:
     sizes = {file.path: file.size for file in report.change.files}
     paths = sorted(area.files, key=lambda path: -sizes[path])
     rest = len(paths) - MAX_FILES
-    shown = ", ".join(f"{_code(path)} ({_count(sizes[path])})" for path in paths[:MAX_FILES])
-    return f"{shown} and {rest} more" if rest > 0 else shown
+    names = ", ".join(f"{_code(path)} ({_count(sizes[path])})" for path in paths[:MAX_FILES])
+    return f"{names} and {rest} more" if rest > 0 else names
 
 
 def _suppressed(item: Finding, reason: str) -> str:
@@ -118,18 +118,18 @@ def _section(title: str, items: list[str]) -> list[str]:
 
 def _findings(report: Report, level: Severity) -> list[str]:
     """Findings of one severity, by rule, so that why and fix are said once."""
-    chosen = [item for item in report.findings if item.severity is level]
+    findings = [item for item in report.findings if item.severity is level]
     lines: list[str] = []
     by_rule: dict[str, list[Finding]] = {}
-    for item in chosen[:MAX_SHOWN]:
+    for item in findings[:MAX_SHOWN]:
         by_rule.setdefault(item.rule, []).append(item)
     for name, items in by_rule.items():
         rule = RULES[name]
         lines += [f"### {rule.id} {rule.title} ({level.value})", ""]
         lines += _bullets(f"{_code(f'{item.path}:{item.line}')} {_message(item.message)}" for item in items)
         lines += ["", f"Why: {rule.why}", "", f"Fix: {rule.fix}", ""]
-    if len(chosen) > MAX_SHOWN:
-        lines += [f"{len(chosen) - MAX_SHOWN} more of {level.value} severity are in the JSON and SARIF exports.", ""]
+    if len(findings) > MAX_SHOWN:
+        lines += [f"{len(findings) - MAX_SHOWN} more of {level.value} severity are in the JSON and SARIF exports.", ""]
     return lines
 
 

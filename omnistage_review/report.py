@@ -105,9 +105,9 @@ def _questions(change: Change, areas: list[AreaSummary], checklist: list[Item], 
         if any(area.critical and area.lines > 50 for area in areas) and not _FIGURES.search(change.description):
             questions.append("What was measured before and after? The description has no figures.")
         removed = _removed_names(change)
-        shown = ", ".join(f"`{name}` ({path})" for name, path in removed[:5])
+        names = ", ".join(f"`{name}` ({path})" for name, path in removed[:5])
         if removed:
-            questions.append(f"Who used what is removed: {shown}{' and others' if len(removed) > 5 else ''}?")
+            questions.append(f"Who used what is removed: {names}{' and others' if len(removed) > 5 else ''}?")
         if tests:
             questions.append(f"Which tests cover {', '.join(f'`{PurePosixPath(path).name}`' for path in tests[:5])}?")
     touched = [area.area for area in areas if area.critical]

@@ -40,12 +40,12 @@ def _commit(name: str, root: Path) -> str:
     """The object that a revision names."""
     if name.startswith("-"):
         raise ReviewError(f"{name!r} is not a revision; use --range BASE..HEAD")
-    found = git(["rev-parse", "--verify", "--quiet", "--end-of-options", name], root)
-    if found.code:
+    result = git(["rev-parse", "--verify", "--quiet", "--end-of-options", name], root)
+    if result.code:
         where = git(["rev-parse", "--git-dir"], root)
         reason = "this is not a git repository" if where.code else f"git knows no revision {name!r}"
         raise ReviewError(f"{reason}; fetch it first, or check the spelling")
-    return _text(found).strip()
+    return _text(result).strip()
 
 
 def _before_first(name: str, root: Path) -> str:
@@ -53,8 +53,8 @@ def _before_first(name: str, root: Path) -> str:
     child = re.sub(r"(\^|~)1?$", "", name)
     if name.startswith("-") or child == name:
         return ""
-    found = git(["rev-list", "--parents", "--max-count=1", child, "--"], root)
-    if found.code or b" " in found.data:
+    result = git(["rev-list", "--parents", "--max-count=1", child, "--"], root)
+    if result.code or b" " in result.data:
         return ""
     return _text(git(["hash-object", "-t", "tree", "--stdin"], root)).strip()
 
@@ -66,23 +66,23 @@ def from_range(spec: str, root: Path) -> Change:
         raise ReviewError(f"{spec!r} is not a range; use BASE..HEAD, for one commit {spec}^..{spec}")
     head = _commit(head_name or "HEAD", root)
     base = _before_first(base_name, root) or _commit(base_name or "HEAD", root)
-    found = git(["merge-base", base, head], root)
-    start = _text(found).strip() if found.code == 0 else base  # no common commit, or a tree: the plain difference
+    result = git(["merge-base", base, head], root)
+    start = _text(result).strip() if result.code == 0 else base  # no common commit, or a tree: the plain difference
     output = git(["diff", *_DIFF_OPTIONS, start, head, "--"], root)
     if output.code:
         raise ReviewError(f"git diff failed: {output.error}")
     change = Change(f"range {spec}", files=parse_diff(_text(output)))
     if output.cut:
         change.notes.append(cut_note("the diff"))
-    span = f"{start}..{head}" if found.code == 0 else head
+    span = f"{start}..{head}" if result.code == 0 else head
     log = git(["log", "--format=%s%n%n%b", "--max-count=100", span, "--"], root)
     messages = _text(log).strip() if log.code == 0 else ""
     change.title, _, change.description = messages.partition("\n")
     for file in change.files:
         if file.status != "deleted" and not file.binary:
-            shown = git(["cat-file", "blob", f"{head}:{file.path}"], root, limit=MAX_FILE_BYTES)
-            if shown.code == 0 and not shown.cut:
-                file.text = decode(shown.data, file.path)
+            blob = git(["cat-file", "blob", f"{head}:{file.path}"], root, limit=MAX_FILE_BYTES)
+            if blob.code == 0 and not blob.cut:
+                file.text = decode(blob.data, file.path)
     return change
 
 
@@ -125,14 +125,14 @@ def _read_inside(root: Path, *names: str) -> str | None:
 def from_tree(paths: list[str], root: Path) -> Change:
     """Every line of every file below these paths, of which links and git's ignored ones are left out."""
     change = Change(f"tree {' '.join(paths)}", title="whole tree", is_tree=True)
-    seen: set[Path] = set()
+    visited: set[Path] = set()
     for name in paths:
         place = (root / name).resolve()
         if not place.exists():
             raise ReviewError(f"{name}: no such file or folder")
-        for file in [place] if place.is_file() else _listed(place):
-            if file.suffix in _TREE_SUFFIXES and file not in seen and file.is_file() and not file.is_symlink():
-                seen.add(file)
+        for file in [place] if place.is_file() else _files(place):
+            if file.suffix in _TREE_SUFFIXES and file not in visited and file.is_file() and not file.is_symlink():
+                visited.add(file)
                 _add_tree_file(change, file, root.resolve(), place)
     return change
 
@@ -150,14 +150,14 @@ def _add_tree_file(change: Change, file: Path, root: Path, place: Path) -> None:
     change.files.append(ChangedFile(path, "added", binary=text is None, text=text, all_lines=True))
 
 
-def _listed(folder: Path) -> Iterator[Path]:
+def _files(folder: Path) -> Iterator[Path]:
     """The files that git knows or would add; without git, or in a folder that it ignores, all of them."""
     try:
-        found = git(["ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", "."], folder)
+        result = git(["ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", "."], folder)
     except ReviewError:
-        found = Output(1, b"", "", False)
-    if found.code == 0 and found.data:
-        yield from sorted(folder / name.decode("utf-8", "surrogateescape") for name in found.data.split(b"\0") if name)
+        result = Output(1, b"", "", False)
+    if result.code == 0 and result.data:
+        yield from sorted(folder / name.decode("utf-8", "surrogateescape") for name in result.data.split(b"\0") if name)
         return
     for file in sorted(folder.rglob("*")):
         if not _SKIPPED_FOLDERS & set(file.relative_to(folder).parts[:-1]):

@@ -24,6 +24,7 @@ import math
 import os
 import pickle
 import random
+import re
 import resource
 import signal
 import sys
@@ -71,6 +72,7 @@ TARGETS = {
         Target("omnistage.engines.ar.sampling.processors", ("tests/unit/test_sampler.py",)),
         Target("omnistage.engines.ar.sampling.selection", ("tests/unit/test_sampler.py",)),
     ),
+    "codec": (Target("omnistage.engines.codec.scheduler", ("tests/unit/test_codec_scheduler.py",)),),
     "keys": (Target("omnistage.server.access.keys", ("tests/unit/test_keyring.py",)),),
     "limits": (
         Target("omnistage.media.limits", ("tests/unit/test_media_limits.py",)),
@@ -81,6 +83,34 @@ TARGETS = {
         Target("omnistage.media.image", ("tests/unit/test_media_limits.py", "tests/unit/test_media_image.py")),
     ),
 }
+
+EQUIVALENT = {
+    "omnistage.engines.ar.sampling.selection": {
+        "columns = min(max(_COLUMNS, 4 * largest), vocab_size // 2)": (
+            ".*",
+            "fewer or more columns: it finds the same",
+        ),
+        "self._too_narrow = columns < 2 * largest": (".*", "both ways find the same tokens"),
+        "used = np.arange(max(1, np.maximum.reduce(known, axis=None))) < known": ("1 -> 2", "a column of padding more"),
+        "masses = mass.tolist() if width <= _SHORT else mass": (".*", "the same numbers, as a list or as an array"),
+        "_CANDIDATES = (128, 4096)": (".*", "what the first ones do not settle is looked at again"),
+        "_COLUMNS = 512": (".*", "fewer or more columns: it finds the same"),
+        "_PIECE = 512": (".*", "sums of other pieces of a row"),
+        "_SHORT = 1024": (".*", "the same numbers, as a list or as an array"),
+        "self._weighed = [i for i, rule in enumerate(self._rules) if rule.top_p < 1 and not rule.limited]": (
+            "1 -> 2|Lt -> LtE",
+            "one sum more, which leaves the row whole",
+        ),
+    },
+    "omnistage.engines.ar.sampling.sampler": {
+        "if not (plan.constrained or logprobs or min(tokens) < 0):": (
+            "0 -> 1|Lt -> LtE",
+            "token 0 goes the longer way",
+        ),
+        "count = min(state.params.logprobs or 0, plan.tops)": ("0 -> -1", "no alternatives either"),
+    },
+}
+"""Lines of which these mutants leave every result as it is, and why: such survivors are listed and not counted."""
 
 # ------------------------------------------------------------------------------------------------------ mutants
 
@@ -147,7 +177,7 @@ def changes(node: ast.AST, parent: ast.AST | None) -> Iterator[tuple[str, Change
             yield f"{number} -> {number - 1}", lambda: setattr(node, "value", number - 1)
         case ast.Call(func=ast.Name(id=name)) if name in CALLS:
             yield f"{name} -> {CALLS[name]}", lambda: setattr(node.func, "id", CALLS[name])
-        case ast.Return(value=value) if value is not None and not _is_none(value):
+        case ast.Return(value=value) if value is not None and not _is_falsy(value):
             yield "return -> return None", lambda: setattr(node, "value", ast.Constant(None))
     if isinstance(node, ast.If | ast.While | ast.IfExp) and not isinstance(node.test, ast.Compare | ast.UnaryOp):
         yield "condition negated", lambda: setattr(node, "test", ast.UnaryOp(ast.Not(), node.test))
@@ -158,8 +188,9 @@ def _as_bool(node: ast.UnaryOp) -> None:
     node.operand = ast.UnaryOp(ast.Not(), node.operand)
 
 
-def _is_none(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
+def _is_falsy(node: ast.AST) -> bool:
+    """None itself, or False: that is changed to True, and None in its place is as false."""
+    return isinstance(node, ast.Constant) and (node.value is None or node.value is False)
 
 
 def _deletable(node: ast.stmt) -> bool:
@@ -348,7 +379,15 @@ class Run:
     def _note(self, mutant: Mutant, status: int) -> None:
         if status == 0:
             self.survivors.append(mutant)
-            self.say(f"  survived  {self.path.relative_to(ROOT)}:{mutant.line}: {mutant.what}")
+            reason = self.reason(mutant)
+            verdict = "survived " if reason is None else f"equivalent ({reason})"
+            self.say(f"  {verdict} {self.path.relative_to(ROOT)}:{mutant.line}: {mutant.what}")
+
+    def reason(self, mutant: Mutant) -> str | None:
+        """Why a mutant of this line may leave every result as it is."""
+        line = self.source.splitlines()[mutant.line - 1].strip()
+        mutants, reason = EQUIVALENT.get(self.target.module, {}).get(line, ("", ""))
+        return reason if re.fullmatch(mutants, mutant.what) else None
 
     def _tree(self, mutant: Mutant) -> ast.Module:
         return mutated(self.source, mutant, self.target.skip)
@@ -428,10 +467,14 @@ def score(target: Target, sample: int | None, seed: int, only: str | None) -> tu
         low, _, high = only.partition("-")
         chosen = [mutant for mutant in chosen if int(low) <= mutant.line <= int(high or low)]
     begun = time.perf_counter()
-    killed = len(chosen) - len(Run(target, chosen, source, path).all())
-    share = killed / max(len(chosen), 1)
-    print(f"  {killed}/{len(chosen)} of {total} = {share:.1%}, {time.perf_counter() - begun:.0f} s", flush=True)
-    return killed, len(chosen)
+    run = Run(target, chosen, source, path)
+    survivors = run.all()
+    equivalent = sum(run.reason(mutant) is not None for mutant in survivors)
+    killed, counted = len(chosen) - len(survivors), len(chosen) - equivalent
+    seconds = time.perf_counter() - begun
+    share = killed / max(counted, 1)
+    print(f"  {killed}/{counted} = {share:.1%} of {total}, {equivalent} equivalent, {seconds:.0f} s", flush=True)
+    return killed, counted
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from omnistage.config.names import graph_of
+from omnistage.config.graph import graph_of
 from omnistage.config.schema import DiffusionBudget, PipelineConfig
 from omnistage.config.yamlio import load_file
 from omnistage.core.params import DiffusionParams

@@ -74,13 +74,13 @@ class Observation:
 
 def components(omni: Omni) -> dict[str, object]:
     """The components of the stages that may be quantised."""
-    found = {}
+    components_by_stage = {}
     for name, stage in omni.orchestrator.stages.items():
         for attribute in ("component", "denoiser", "encoder"):
             component = getattr(stage, attribute, None)
             if component is not None and networks_of(component):
-                found[name] = component
-    return found
+                components_by_stage[name] = component
+    return components_by_stage
 
 
 def observe(
@@ -92,16 +92,16 @@ def observe(
     like: Observation | None = None,
 ) -> Observation:
     """Answer the prompts; logits are over the sequences of `like` where it is given."""
-    seen = Observation()
+    observation = Observation()
     parts = components(omni)
     for name, component in parts.items():
         networks = networks_of(component)
-        seen.weight_bytes += sum(map(network_bytes, networks))
+        observation.weight_bytes += sum(map(network_bytes, networks))
         if layers := [layer for network in networks for layer in quantised_layers(network)]:
-            seen.layers[name] = layers
+            observation.layers[name] = layers
         if like is None:
             weights = (pair for network in networks for pair in full_weights(network) if pair[1].device.type != "meta")
-            marks = seen.marks[name] = {}
+            marks = observation.marks[name] = {}
             for layer, weight in weights:
                 marks.setdefault(layer, []).extend(marks_of(weight))
     texts = [part for part in parts.values() if isinstance(part, ARComponent)]
@@ -112,18 +112,18 @@ def observe(
         report(f"prompt {number + 1} of {len(prompts)}", number / len(prompts))
         start = time.perf_counter()
         output = _answer(omni, prompt, params[number], modalities)
-        seen.seconds += time.perf_counter() - start
+        observation.seconds += time.perf_counter() - start
         if output.images:
-            seen.pictures.append(output.images[0].pixels)
+            observation.pictures.append(output.images[0].pixels)
         if output.audio is not None:
-            seen.waves.append((output.audio.samples, output.audio.sample_rate))
+            observation.waves.append((output.audio.samples, output.audio.sample_rate))
         if texts and output.outputs:
-            given = _prompt_ids(omni, prompt)
-            ids = like.sequences[number] if like else [*given, *output.outputs[0].token_ids]
-            _observe_text(seen, texts[0], ids, like.starts[number] if like else len(given))
-    if not (seen.logits or seen.pictures or seen.waves):
+            prompt_ids = _prompt_ids(omni, prompt)
+            ids = like.sequences[number] if like else [*prompt_ids, *output.outputs[0].token_ids]
+            _observe_text(observation, texts[0], ids, like.starts[number] if like else len(prompt_ids))
+    if not (observation.logits or observation.pictures or observation.waves):
         raise UnsupportedModelError("this model gave neither text, nor a picture, nor speech that could be compared")
-    return seen
+    return observation
 
 
 def _params(parts: Mapping[str, object], seed: int, tokens: int, steps: int | None) -> dict[str, StageParams]:
@@ -139,8 +139,8 @@ def _params(parts: Mapping[str, object], seed: int, tokens: int, steps: int | No
 
 def _answer(omni: Omni, prompt: str, params: Mapping[str, StageParams], modalities: list[str]) -> Any:
     text = any(isinstance(each, SamplingParams) for each in params.values())
-    given: Any = [{"role": "user", "content": prompt}] if text else prompt
-    return omni.generate(given, params, modalities=modalities, progress=False)[0]
+    inputs: Any = [{"role": "user", "content": prompt}] if text else prompt
+    return omni.generate(inputs, params, modalities=modalities, progress=False)[0]
 
 
 def _prompt_ids(omni: Omni, prompt: str) -> Sequence[int]:
@@ -154,12 +154,12 @@ def _prompt_ids(omni: Omni, prompt: str) -> Sequence[int]:
     return tokens.prompt_token_ids
 
 
-def _observe_text(seen: Observation, component: ARComponent, ids: list[int], start: int) -> None:
+def _observe_text(observation: Observation, component: ARComponent, ids: list[int], start: int) -> None:
     logits = whole_logits(component, ids)
-    seen.sequences.append(ids)
-    seen.starts.append(start)
-    seen.logits.append(logits[start - 1 : -1])
-    seen.likelihoods.append(quality.negative_log_likelihood(logits, torch.tensor(ids)))
+    observation.sequences.append(ids)
+    observation.starts.append(start)
+    observation.logits.append(logits[start - 1 : -1])
+    observation.likelihoods.append(quality.negative_log_likelihood(logits, torch.tensor(ids)))
 
 
 @torch.inference_mode()
@@ -211,27 +211,27 @@ def compare(original: Observation, quantised: Observation) -> dict[str, float]:
     return figures
 
 
-def perplexity(seen: Observation) -> float:
-    return math.exp(float(np.mean(seen.likelihoods)))
+def perplexity(observation: Observation) -> float:
+    return math.exp(float(np.mean(observation.likelihoods)))
 
 
 def layer_errors(
-    omni: Omni, configs: Mapping[str, QuantizeConfig], kept: Sequence[str], prompt: str
+    omni: Omni, configs: Mapping[str, QuantizeConfig], full_precision: Sequence[str], prompt: str
 ) -> dict[str, float]:
     """Relative error of each layer's own output if it alone is quantised, on what it is given for one prompt.
 
     The model is one in full precision that runs without captured graphs.
     """
-    chosen: dict[str, tuple[nn.Module, Quantiser]] = {}
+    quantisers: dict[str, tuple[nn.Module, Quantiser]] = {}
     inputs: dict[str, tuple[Tensor, ...]] = {}
     hooks = []
     for stage, component in components(omni).items():
         if stage not in configs:
             continue
-        quantiser = Quantiser(configs[stage], not isinstance(component, ARComponent), kept)
+        quantiser = Quantiser(configs[stage], not isinstance(component, ARComponent), full_precision)
         for network in networks_of(component):
             for name, layer in quantiser.choose(network).items():
-                chosen[name] = layer, quantiser
+                quantisers[name] = layer, quantiser
                 hooks.append(layer.register_forward_pre_hook(_keeper(inputs, name), with_kwargs=True))
     try:
         _run_once(omni, prompt)
@@ -239,7 +239,7 @@ def layer_errors(
         for hook in hooks:
             hook.remove()
     with torch.inference_mode():
-        return {name: _error(*chosen[name], x) for name, x in inputs.items()}
+        return {name: _error(*quantisers[name], x) for name, x in inputs.items()}
 
 
 def _keeper(
@@ -247,9 +247,9 @@ def _keeper(
 ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
     """Keeps rows `[T, .]` of what a layer is given; experts are given whom they are for, too."""
 
-    def keep(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name not in inputs:
-            each = (rows.detach().reshape(-1, rows.shape[-1]) for rows in (*given, *named.values()))
+            each = (rows.detach().reshape(-1, rows.shape[-1]) for rows in (*args, *kwargs.values()))
             inputs[name] = tuple(rows[:_MAX_ROWS].clone() for rows in each)
 
     return keep
@@ -264,10 +264,10 @@ def _error(layer: nn.Module, quantiser: Quantiser, rows: Sequence[Tensor]) -> fl
     single = copy.deepcopy(layer)
     quantiser.quantise_layer(single, rows[0].device)
     if isinstance(layer, nn.Linear):
-        expected, got = layer(*rows), single(*rows)
+        expected, output = layer(*rows), single(*rows)
     else:
-        expected, got = one_by_one(layer, *rows), one_by_one(single, *rows)
-    return float((got - expected).float().norm() / expected.float().norm().clamp_min(1e-12))
+        expected, output = one_by_one(layer, *rows), one_by_one(single, *rows)
+    return float((output - expected).float().norm() / expected.float().norm().clamp_min(1e-12))
 
 
 def worst_first(errors: Mapping[str, float]) -> list[str]:

@@ -164,8 +164,8 @@ class Generator:
                     outcome.retry_after = float(response.headers["retry-after"])
                 return
             if request.kind is Kind.TTS:
-                async for arrived, data in response.stream():
-                    outcome.audio_chunks.append((arrived - self._start, len(data)))
+                async for arrival, data in response.stream():
+                    outcome.audio_chunks.append((arrival - self._start, len(data)))
             else:
                 await self._read_events(response.stream(), outcome)
         if outcome.audio_chunks and not outcome.audio_seconds:
@@ -175,10 +175,10 @@ class Generator:
 
     async def _read_events(self, body: AsyncIterator[tuple[float, bytes]], outcome: Outcome) -> None:
         reader = EventReader()
-        async for arrived, data in body:
+        async for arrival, data in body:
             try:
                 for event in reader.push(data):
-                    count_event(outcome, arrived - self._start, event)
+                    count_event(outcome, arrival - self._start, event)
             except (ValueError, AttributeError, TypeError) as error:
                 raise BrokenResponseError("an event does not follow OpenAI's API") from error
         outcome.complete = outcome.complete or reader.done
@@ -219,8 +219,8 @@ async def choose_models(client: Client, kinds: list[Kind], names: dict[Kind, str
     for kind in kinds:
         if kind in names:
             if modalities and names[kind] not in modalities:
-                known = ", ".join(modalities)
-                raise InvalidRequestError(f"there is no model {names[kind]!r}; models: {known}", param="--model")
+                choices = ", ".join(modalities)
+                raise InvalidRequestError(f"there is no model {names[kind]!r}; models: {choices}", param="--model")
             models[kind] = names[kind]
             continue
         fitting = [name for name, outputs in modalities.items() if kind.modality in outputs]

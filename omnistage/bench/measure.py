@@ -152,18 +152,18 @@ def play(chunks: Iterable[tuple[float, float]], buffer: float) -> Playback:
     The player waits for a late chunk and goes on as soon as it arrives.
     """
     clock: float | None = None
-    seconds = waited = 0.0
+    seconds = stall_seconds = 0.0
     stalls = 0
     for arrival, length in chunks:
         if clock is None:
             clock = arrival + buffer
         if arrival > clock:
-            waited += arrival - clock
+            stall_seconds += arrival - clock
             stalls += 1
             clock = arrival
         clock += length
         seconds += length
-    return Playback(seconds, waited, stalls)
+    return Playback(seconds, stall_seconds, stalls)
 
 
 # ------------------------------------------------------------------------------------------------- summaries
@@ -244,8 +244,10 @@ class Stutter:
         seconds = sum(playback.seconds for playback in playbacks)
         if not seconds:
             return None
-        waited = sum(playback.waited for playback in playbacks)
-        return cls(waited, waited / seconds, sum(playback.stalls > 0 for playback in playbacks) / len(playbacks))
+        stall_seconds = sum(playback.waited for playback in playbacks)
+        return cls(
+            stall_seconds, stall_seconds / seconds, sum(playback.stalls > 0 for playback in playbacks) / len(playbacks)
+        )
 
 
 def parse_goodput(text: str) -> dict[str, float]:

@@ -66,8 +66,8 @@ class Summary:
         span = seconds or float("inf")
         goodput = None
         if limits:
-            met = sum(within(outcome, limits) for outcome in outcomes)
-            goodput = Goodput(dict(limits), met / len(outcomes) if outcomes else 0.0, met / span)
+            num_within = sum(within(outcome, limits) for outcome in outcomes)
+            goodput = Goodput(dict(limits), num_within / len(outcomes) if outcomes else 0.0, num_within / span)
         return cls(
             sent=len(outcomes),
             succeeded=len(succeeded),

@@ -47,16 +47,16 @@ def models(
     entries = [*catalogue.families(REGISTRY), *catalogue.language_models(), *catalogue.media_models()]
     if pipelines:
         entries += catalogue.pipelines(REGISTRY)
-    kept = [e for e in entries if (name or "").lower() in e.name.lower() and state in (None, e.state)]
+    matches = [e for e in entries if (name or "").lower() in e.name.lower() and state in (None, e.state)]
     if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(entry) for entry in kept], indent=1))
+        typer.echo(json.dumps([dataclasses.asdict(entry) for entry in matches], indent=1))
         return
     console = out()
-    for kind in dict.fromkeys(entry.kind for entry in kept):
+    for kind in dict.fromkeys(entry.kind for entry in matches):
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
         for column in (kind, "state", ""):
             table.add_column(column, no_wrap=column == "state", overflow="fold")
-        rows = [entry for entry in kept if entry.kind == kind]
+        rows = [entry for entry in matches if entry.kind == kind]
         for entry in rows:
             table.add_row(entry.name, entry.state, entry.reason)
         console.print(table)

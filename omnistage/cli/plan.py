@@ -56,18 +56,18 @@ def plan(
     """
     from omnistage.pipeline.build import plan_memory
 
-    asked = {"concurrency": concurrency, "context": context}
-    overrides = [f"deployment.{key}={value}" for key, value in asked.items() if value is not None]
+    limits = {"concurrency": concurrency, "context": context}
+    overrides = [f"deployment.{key}={value}" for key, value in limits.items() if value is not None]
     resolved = settings.resolve(model, overrides=overrides, weights=False, download=download)
-    made = plan_memory(resolved, anywhere=True)
+    memory = plan_memory(resolved, anywhere=True)
     if as_json:
-        typer.echo(json.dumps(as_dict(made), indent=2))
+        typer.echo(json.dumps(as_dict(memory), indent=2))
     else:
-        for part in describe(made):
+        for part in describe(memory):
             out().print(part, soft_wrap=not isinstance(part, Table))
     if plot is not None:
-        _plot(made, plot)
-    if not made.fits:
+        _plot(memory, plot)
+    if not memory.fits:
         raise typer.Exit(1)
 
 
@@ -100,19 +100,19 @@ def _table(plan: MemoryPlan, device: PlannedDevice) -> Table:
     table = Table(title=f"{plan.model} on {where}, {name}", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("stage", no_wrap=True)
     table.add_column("dtype")
-    shown = [part for part in _PARTS if any(getattr(stage.memory, part[0]) for stage in device.stages)]
-    for _, title, colour in shown:
+    columns_shown = [part for part in _PARTS if any(getattr(stage.memory, part[0]) for stage in device.stages)]
+    for _, title, colour in columns_shown:
         table.add_column(title, justify="right", style=colour)
     table.add_column("all", justify="right")
     for stage in device.stages:
-        cells = [cell(getattr(stage.memory, part)) for part, *_ in shown]
+        cells = [cell(getattr(stage.memory, part)) for part, *_ in columns_shown]
         estimated = " (estimated)" if stage.estimated else ""
         table.add_row(stage.name + estimated, stage.dtype, *cells, cell(stage.memory.total))
     if device.context:
-        empty = [""] * len(shown)
+        empty = [""] * len(columns_shown)
         table.add_row("CUDA context", "", *empty, cell(device.context))
         table.add_row("reserve", "", *empty, cell(device.reserve))
-    totals = [cell(sum(getattr(stage.memory, part) for stage in device.stages)) for part, *_ in shown]
+    totals = [cell(sum(getattr(stage.memory, part) for stage in device.stages)) for part, *_ in columns_shown]
     table.add_section()
     table.add_row("all", "", *totals, cell(device.needed))
     return table
@@ -123,13 +123,13 @@ def _bar(device: PlannedDevice) -> Iterator[Text]:
     whole = max(device.available or 0, device.needed, 1)
     pieces = [(sum(getattr(stage.memory, name) for stage in device.stages), colour) for name, _, colour in _PARTS]
     pieces.append((device.context + device.reserve, "white"))
-    bar, end, drawn = Text(), 0, 0
+    bar, end, columns_drawn = Text(), 0, 0
     for size, colour in pieces:
         end += size
-        columns = round(end / whole * _BAR_COLUMNS) - drawn
+        columns = round(end / whole * _BAR_COLUMNS) - columns_drawn
         bar.append("█" * columns, style=colour)
-        drawn += columns
-    bar.append("░" * (_BAR_COLUMNS - drawn), style="dim")
+        columns_drawn += columns
+    bar.append("░" * (_BAR_COLUMNS - columns_drawn), style="dim")
     bar.append(f" {gib(device.needed)}" + (f" of {gib(device.available)}" if device.available is not None else ""))
     yield bar
 
@@ -166,11 +166,11 @@ def _plot(plan: MemoryPlan, path: Path) -> None:
     stages: Sequence[tuple[str, object]] = [(s.name, s.memory) for s in plan.stages.values()]
     figure = Figure(figsize=(8, 1 + 0.5 * len(stages)), layout="constrained")
     axes = figure.subplots()
-    left = [0.0] * len(stages)
+    bottoms = [0.0] * len(stages)
     for name, title, colour in _PARTS:
         sizes = [getattr(memory, name) / 2**30 for _, memory in stages]
-        axes.barh([n for n, _ in stages], sizes, left=left, label=title, color=colour)
-        left = [a + b for a, b in zip(left, sizes, strict=True)]
+        axes.barh([n for n, _ in stages], sizes, left=bottoms, label=title, color=colour)
+        bottoms = [a + b for a, b in zip(bottoms, sizes, strict=True)]
     axes.invert_yaxis()
     axes.set_xlabel("GiB")
     axes.legend()

@@ -58,10 +58,10 @@ def list_bundles() -> None:
     from omnistage.core.bundle import SEPARATE_DISTRIBUTIONS, bundles
     from omnistage.models.registry import REGISTRY
 
-    known = bundles(REGISTRY.families().values())
-    if known:
+    choices = bundles(REGISTRY.families().values())
+    if choices:
         console = out()
-        for name, bundle in known.items():
+        for name, bundle in choices.items():
             table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
             for _ in range(3):
                 table.add_column(overflow="fold")
@@ -71,7 +71,7 @@ def list_bundles() -> None:
             console.print(f"{name}:", style="bold", markup=False)
             console.print(Padding(table, (0, 0, 0, 2)))
     for name, requirement in SEPARATE_DISTRIBUTIONS.items():
-        if name not in known:
+        if name not in choices:
             out().print(f"{name}: not installed; run: pip install '{requirement}'", markup=False, soft_wrap=True)
 
 

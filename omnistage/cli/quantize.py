@@ -134,7 +134,7 @@ class _Job:
         self._prompts, self._gates, self._options, self._report = prompts, gates, options, report
         resolved = options.resolve(model)
         self._model, self._folder = model, resolved.model.folder
-        self._kept = REGISTRY.family(resolved.model.family).full_precision
+        self._full_precision = REGISTRY.family(resolved.model.family).full_precision
         try:
             config = QuantizeConfig.model_validate(
                 {
@@ -206,10 +206,10 @@ class _Job:
             plain = [f"{name}.{key}=false" for name in self._text for key in ("merge_linears", "pack_weights")]
             self._report("layers", 0.0)
             with self._options.load(self._model, overrides=[*eager, *plain], progress=False) as omni:
-                found = layer_errors(omni, self._configs, self._kept, self._prompts[0])
-            if not found:
+                error_of = layer_errors(omni, self._configs, self._full_precision, self._prompts[0])
+            if not error_of:
                 raise InternalError("no layer was found whose error could be measured")
-            self._errors = {name: found[name] for name in worst_first(found)}
+            self._errors = {name: error_of[name] for name in worst_first(error_of)}
         return self._errors
 
     def write(self, target: Path, limits: Mapping[str, Any], excluded: Sequence[str]) -> Result:
@@ -235,12 +235,12 @@ class _Job:
         import torch
 
         config = next(iter(self._configs.values()))
-        given = "the user's" if self._gates.calibrate is not None else "ours"
+        prompt_source = "the user's" if self._gates.calibrate is not None else "ours"
         return {
             "scheme": config.scheme,
             "settings": config.model_dump(mode="json"),
             "original": self._folder.name,
-            "prompts": f"{len(self._prompts)}, {given}",
+            "prompts": f"{len(self._prompts)}, {prompt_source}",
             "device": self._options.device or "auto",
             "torch": torch.__version__,
         }
@@ -249,7 +249,7 @@ class _Job:
         from omnistage.bench.fidelity import observe
 
         with self._options.load(model, overrides=overrides, progress=False) as omni:
-            seen = observe(
+            observation = observe(
                 omni,
                 self._prompts,
                 self._gates.tokens,
@@ -257,10 +257,10 @@ class _Job:
                 lambda doing, done: self._report(f"{what}: {doing}", done),
                 self._original,
             )
-        if overrides and not seen.layers:
+        if overrides and not observation.layers:
             raise ConfigError("nothing would be quantised in this model", param="--scheme")
-        self._last = seen
-        return seen
+        self._last = observation
+        return observation
 
 
 def _json(config: QuantizeConfig) -> str:
@@ -270,12 +270,12 @@ def _json(config: QuantizeConfig) -> str:
 def _hashes(folder: Path) -> dict[str, str]:
     """Of what decides the answers: weights, and settings, the recipe among them."""
     files = sorted(path for end in ("safetensors", "json") for path in folder.rglob(f"*.{end}"))
-    found = {}
+    hashes = {}
     for path in files:
         if path.name != REPORT_FILE:
             with path.open("rb") as file:
-                found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+                hashes[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashes
 
 
 def read_prompts(path: Path | None) -> list[str]:
@@ -334,9 +334,9 @@ def check_report(folder: Path) -> dict[str, Any]:
             raise TypeError("files and quantities must be tables")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder} is quantised but has no readable {REPORT_FILE} ({error})") from error
-    found = _hashes(folder)
-    if found != hashes:
-        changed = sorted(name for name in {*found, *hashes} if found.get(name) != hashes.get(name))
+    current = _hashes(folder)
+    if current != hashes:
+        changed = sorted(name for name in {*current, *hashes} if current.get(name) != hashes.get(name))
         raise CheckpointError(f"{', '.join(changed)} in {folder} changed after the report; quantise the original again")
     return report
 

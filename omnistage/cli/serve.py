@@ -94,12 +94,12 @@ class ServiceOptions:
         """The folder, or the hub's name, of each model by the name that clients use."""
         folders = {} if model is None else {self.name or Path(model).name or model: model}
         for entry in self.models:
-            served, equals, folder = entry.partition("=")
-            if not equals or not served or not folder:
+            name, equals, folder = entry.partition("=")
+            if not equals or not name or not folder:
                 raise InvalidRequestError(f"{entry!r} is not NAME=PATH, like chat=out/tiny", param="--model")
-            if served in folders:
-                raise InvalidRequestError(f"{served!r} is named twice; give each model its own name", param="--model")
-            folders[served] = folder
+            if name in folders:
+                raise InvalidRequestError(f"{name!r} is named twice; give each model its own name", param="--model")
+            folders[name] = folder
         if not folders:
             raise InvalidRequestError("is missing; name a model's folder, or use --model NAME=PATH", param="MODEL")
         return folders

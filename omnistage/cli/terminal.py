@@ -48,29 +48,29 @@ class WordWrap:
 
     def push(self, text: str, width: int) -> str:
         """What can be written now."""
-        written = []
+        pieces = []
         for character in text:
             if character in " \t\n":
-                written.append(self._end_word(width))
+                pieces.append(self._end_word(width))
                 self._overlong = False
                 if character == "\n":
-                    written.append("\n")
+                    pieces.append("\n")
                     self._column, self._blanks = 0, ""
                 else:
                     self._blanks += " "
                 continue
             length = cell_len(character)
             if self._overlong and length == 1:
-                written.append(character)  # the terminal breaks it: an address stays one that can be copied
+                pieces.append(character)  # the terminal breaks it: an address stays one that can be copied
                 self._column = self._column + 1 if self._column < width else 1
                 continue
             if length > 1:
-                written.append(self._end_word(width))
+                pieces.append(self._end_word(width))
             self._word += character
             if length > 1 or cell_len(self._word) >= width:
-                written.append(self._end_word(width))
+                pieces.append(self._end_word(width))
                 self._overlong = length <= 1
-        return "".join(written)
+        return "".join(pieces)
 
     def _end_word(self, width: int) -> str:
         """The word with the blanks before it, or on a line of its own."""

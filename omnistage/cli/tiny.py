@@ -71,11 +71,11 @@ def _variant(family: Family, name: str | None) -> dict[str, str]:
         return {}
     from omnistage.core.validation import short_repr
 
-    known = family.variants
-    if not known:
+    variants = family.variants
+    if not variants:
         raise InvalidRequestError(f"the family {family.name} has no variants; omit it", param="--variant")
-    if name not in known:
-        raise InvalidRequestError(f"there is no {short_repr(name)}; known: {', '.join(known)}", param="--variant")
+    if name not in variants:
+        raise InvalidRequestError(f"there is no {short_repr(name)}; known: {', '.join(variants)}", param="--variant")
     return {"variant": name}
 
 

@@ -20,14 +20,14 @@ def with_adapter_stages(config: OmniConfig, graph: PipelineGraph) -> OmniConfig:
     default = deployment.adapter_stage
     if default is None:
         default = graph.lead if isinstance(stages[graph.lead], ARStageConfig) else _DENOISING
-    named = {name: adapter.stage or default for name, adapter in deployment.adapters.items()}
-    for name, stage in (*named.items(), (None, default)):
+    stage_of = {name: adapter.stage or default for name, adapter in deployment.adapters.items()}
+    for name, stage in (*stage_of.items(), (None, default)):
         path = "deployment.adapter_stage" if name is None else f"deployment.adapters.{name}"
         if stage not in stages:
             raise ConfigError(f"there is no stage {short_repr(stage)}; {did_you_mean(stage, stages)}", param=path)
         _check_stage(stage, stages[stage], path)
     adapters = {
-        name: adapter.model_copy(update={"stage": named[name]}) for name, adapter in deployment.adapters.items()
+        name: adapter.model_copy(update={"stage": stage_of[name]}) for name, adapter in deployment.adapters.items()
     }
     update = {"adapters": adapters, "adapter_stage": default}
     return config.model_copy(update={"deployment": deployment.model_copy(update=update)})
@@ -35,7 +35,7 @@ def with_adapter_stages(config: OmniConfig, graph: PipelineGraph) -> OmniConfig:
 
 def _check_stage(name: str, stage: StageConfig, path: str) -> None:
     if not isinstance(stage, ARStageConfig | DiffusionStageConfig):
-        raise ConfigError(f"stage {name!r} is a {stage.engine} stage, which takes no adapters", param=path)
+        raise ConfigError(f"stage {name!r} is a {stage.engine} stage, which does not support adapters", param=path)
     if stage.ranks > 1:
         raise ConfigError(
             f"stage {name!r} runs on several ranks, where adapters are not divided yet; set "
@@ -46,5 +46,5 @@ def _check_stage(name: str, stage: StageConfig, path: str) -> None:
 
 def takes_adapters(deployment: DeploymentConfig, stage: str) -> bool:
     """Whether a stage gets layers for adapters."""
-    named = {adapter.stage for adapter in deployment.adapters.values()}
-    return stage in named or (bool(deployment.adapter_folders) and stage == deployment.adapter_stage)
+    stages = {adapter.stage for adapter in deployment.adapters.values()}
+    return stage in stages or (bool(deployment.adapter_folders) and stage == deployment.adapter_stage)

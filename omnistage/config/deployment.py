@@ -62,7 +62,7 @@ class AdapterConfig(ConfigModel):
         min_length=1, max_length=4096, description="With `adapter_config.json` and safetensors, of PEFT or diffusers."
     )
     scale: float = Field(
-        default=1.0, ge=-100.0, le=100.0, allow_inf_nan=False, description="How strongly it acts, on top of its own."
+        default=1.0, ge=-100.0, le=100.0, allow_inf_nan=False, description="Multiplies the adapter's own scale."
     )
     stage: str | None = Field(default=None, max_length=64, description="null: that of `deployment.adapter_stage`.")
 

@@ -173,19 +173,19 @@ def check_numbers(path: Path, config: PreTrainedConfig) -> None:
         if not isinstance(value, int | float):
             continue
         if name in _NUMBERS:
-            taken = [getattr(config, field, None) for field in _NUMBERS[name]]
+            values = [getattr(config, field, None) for field in _NUMBERS[name]]
         elif name in ("rope.freq_base", "rope.dimension_count"):
-            taken = _rotary(config, name)
+            values = _rotary(config, name)
         else:
             continue
-        numbers = [each for each in taken if isinstance(each, int | float)]
+        numbers = [each for each in values if isinstance(each, int | float)]
         same = [math.isclose(value, each, rel_tol=1e-5) for each in numbers or [0.0, 1.0]]
         # Without the field: no window, no scale. With several names of it, a model may read any of them.
         if not (all(same) if numbers and name in _NUMBERS else any(same)):
-            used = ", ".join(map(str, numbers)) or "none"
+            numbers_text = ", ".join(map(str, numbers)) or "none"
             raise UnsupportedModelError(
                 f"{path.name} has {key} {value:g}, which transformers does not read from GGUF files of this kind (it "
-                f"would compute with {used}): its answers would be wrong; take the model's safetensors"
+                f"would compute with {numbers_text}): its answers would be wrong; take the model's safetensors"
             )
 
 
@@ -206,15 +206,15 @@ def _check_all_read(path: Path, model: PreTrainedModel) -> None:
 
     tensors = gguf.GGUFReader(str(path)).tensors
     state = model.state_dict()
-    held = sum({tensor.data_ptr(): tensor.numel() for tensor in state.values()}.values())
+    num_elements = sum({tensor.data_ptr(): tensor.numel() for tensor in state.values()}.values())
     tied = model.config.tie_word_embeddings  # of some a copy of the embedding is written as the head
     there = sum(int(each.n_elements) for each in tensors if not (tied and each.name == "output.weight"))
-    if there > held:
+    if there > num_elements:
         biases = [each.name for each in tensors if each.name.endswith(".bias")]
-        named = biases[:1] if biases and not any(key.endswith(".bias") for key in state) else []
+        examples = biases[:1] if biases and not any(key.endswith(".bias") for key in state) else []
         raise UnsupportedModelError(
-            f"{path.name} has {there - held} numbers more than {type(model).__name__} of transformers takes"
-            f"{''.join(f', first those of {name}' for name in named)}: its answers would be wrong; take the model's "
+            f"{path.name} has {there - num_elements} numbers more than {type(model).__name__} of transformers takes"
+            f"{''.join(f', first those of {name}' for name in examples)}: its answers would be wrong; take the model's "
             "safetensors"
         )
 

@@ -46,10 +46,10 @@ class Layers:
 
     def section(self, *path: str) -> dict[str, object]:
         """A copy of a section, empty where there is none."""
-        found: object = self.data
+        section: object = self.data
         for part in path:
-            found = found.get(part) if isinstance(found, dict) else None
-        return dict(found) if isinstance(found, dict) else {}
+            section = section.get(part) if isinstance(section, dict) else None
+        return dict(section) if isinstance(section, dict) else {}
 
     def apply_overrides(self, overrides: Iterable[str]) -> None:
         """Apply `--set KEY=VALUE` strings, in order."""
@@ -105,8 +105,8 @@ class Layers:
         if sections:
             both = " or ".join(f"{parts[0]}.{name}.{parts[1]}" for name in sections)
             raise LocatedConfigError(f"is ambiguous; write {both}", param=key, where=SET)
-        known = [*keys_of(model), *(n for section in inner.values() if section for n in keys_of(section))]
-        raise LocatedConfigError(f"unknown key; {did_you_mean(parts[1], known)}", param=key, where=SET)
+        names = [*keys_of(model), *(n for section in inner.values() if section for n in keys_of(section))]
+        raise LocatedConfigError(f"unknown key; {did_you_mean(parts[1], names)}", param=key, where=SET)
 
     def _stages(self) -> list[str]:
         here: object = self.data
@@ -146,12 +146,12 @@ class Layers:
     def _drop(self, stages: dict[str, object], path: KeyPath, keep: Collection[str]) -> None:
         """Take a stage out, but for the keys that its next engine reads too."""
         stage = stages.pop(path[-1], None)
-        kept = {key: value for key, value in stage.items() if key in keep} if isinstance(stage, dict) else {}
-        if kept:
-            stages[path[-1]] = kept
-        remaining = set(_paths_in(kept, path)) if kept else set()
-        for gone in set(_paths_in(stage, path)) - remaining:
-            self.sources.pop(gone, None)
+        remainder = {key: value for key, value in stage.items() if key in keep} if isinstance(stage, dict) else {}
+        if remainder:
+            stages[path[-1]] = remainder
+        remaining = set(_paths_in(remainder, path)) if remainder else set()
+        for stale in set(_paths_in(stage, path)) - remaining:
+            self.sources.pop(stale, None)
 
 
 def _changes_engine(old: object, new: object) -> bool:

@@ -45,7 +45,7 @@ class RemoteStageConfig(StageSettings):
         description="Variables of the chat template, like `enable_thinking: false`; for vLLM.",
     )
     command: Annotated[tuple[str, ...], Field(min_length=1, max_length=200)] | None = Field(
-        default=None, description="Program and arguments that start the server; null: somebody else starts it."
+        default=None, description="Program and arguments that start the server; null: it is started separately."
     )
     env: dict[VariableName, str] = Field(default_factory=dict, description="Environment variables of `command`.")
     log_file: str | None = Field(

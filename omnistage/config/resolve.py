@@ -13,9 +13,9 @@ from pydantic import Field, ValidationError
 from omnistage.config.adapters import with_adapter_stages
 from omnistage.config.checkpoint import OmniModelConfig, detect_family, find_model, read_model_config
 from omnistage.config.emit import emit_yaml, value_paths
+from omnistage.config.graph import check_names, check_placement, graph_of
 from omnistage.config.layers import Layers
 from omnistage.config.located import DEFAULT, LocatedConfigError, Source, Sources, dotted, nearest_source
-from omnistage.config.names import check_names, check_placement, graph_of
 from omnistage.config.problems import to_config_error
 from omnistage.config.quantize import RECIPE_FILE, Scheme
 from omnistage.config.scalars import ConfigModel, DeviceName, Size, format_size

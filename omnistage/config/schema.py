@@ -48,7 +48,7 @@ class ARBudget(ConfigModel):
         default="auto", description="Of keys and values; float8: half the memory of 16 bits; auto: the stage's dtype."
     )
     prefix_caching: bool = Field(default=True, description="Reuse the KV blocks of equal prompt beginnings.")
-    ageing_steps: Count = Field(default=64, description="Steps of waiting that are worth one priority level.")
+    ageing_steps: Count = Field(default=64, description="Steps of waiting that count as one priority level.")
     encoder_cache: Size = Field(default=256 * 2**20, description="Memory for the outputs of media encoders.")
     attention: Literal["auto", "sdpa", "triton"] = Field(default="auto", description="sdpa runs on every device.")
     experts: Literal["auto", "eager", "grouped_mm", "batched_mm"] = Field(
@@ -145,7 +145,7 @@ class DiffusionBudget(ConfigModel):
     )
     max_batch: Count = Field(default=16, description="Rows in one forward: pictures, twice where guided.")
     max_running: Count = Field(default=16, description="Pictures being denoised at once.")
-    ageing_steps: Count = Field(default=16, description="Steps of waiting that are worth one priority level.")
+    ageing_steps: Count = Field(default=16, description="Steps of waiting that count as one priority level.")
     prompt_cache: Size = Field(default=256 * 2**20, description="Memory for the cache of encoded prompts.")
     tiling_pixels: CountOrZero = Field(
         default=2_000_000, description="Decode pictures with more pixels than this in tiles; 0: never."

@@ -9,7 +9,6 @@ from pathlib import Path
 from omnistage.core.errors import CheckpointError
 
 _MAX_JSON_BYTES = 64 * 2**20
-_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +35,6 @@ class Checkpoint:
     def json(self, name: str) -> dict[str, object]:
         """A JSON object of the checkpoint."""
         return read_json(self.file(name))
-
-    def weight_files(self) -> tuple[Path, ...]:
-        """All safetensors files of the model, by its index where it has one."""
-        if self.has(_INDEX):
-            weight_map = self.json(_INDEX).get("weight_map")
-            if not isinstance(weight_map, dict) or not weight_map:
-                raise CheckpointError(f"{self.folder / _INDEX} has no weight_map; fetch it again")
-            names = sorted({str(name) for name in weight_map.values()})
-            outside = [name for name in names if Path(name).name != name]
-            if outside:
-                raise CheckpointError(f"{_INDEX} names {outside[0]!r}, which is not a file of the folder; refused")
-            return tuple(self.file(name) for name in names)
-        files = tuple(sorted(self.folder.glob("*.safetensors")))
-        if not files:
-            raise CheckpointError(f"{self.folder} has no *.safetensors file; convert the weights to safetensors")
-        return files
 
 
 def read_json(path: Path) -> dict[str, object]:

@@ -136,7 +136,7 @@ class BridgeError(OmniError, code="bridge_failed"):
 
 
 class ShutdownError(OmniError, status=503, code="shutting_down"):
-    """The engine is stopping and takes no more requests."""
+    """The engine is stopping and accepts no more requests."""
 
 
 class StorageFullError(OmniError, status=507, code="storage_full"):

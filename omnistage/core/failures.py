@@ -65,14 +65,14 @@ def raise_interrupt(error: BaseException) -> None:
 
 def loses_device(error: BaseException) -> bool:
     """Whether an error, or what caused it, says that a CUDA device cannot be used by this process any more."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
+    while cause is not None and id(cause) not in visited:
         # torch.AcceleratorError, which is a RuntimeError; torch is not imported here.
         if isinstance(cause, RuntimeError) and (text := str(cause)).startswith("CUDA error"):
             # Behind the first line torch gives advice, which names device-side assertions whatever has happened.
             return any(words in text.partition("\n")[0] for words in _LOST_DEVICE)
-        seen.add(id(cause))
+        visited.add(id(cause))
         cause = cause.__cause__ or cause.__context__
     return False
 

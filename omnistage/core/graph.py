@@ -18,9 +18,9 @@ RESERVED_NAMES = frozenset({"pipeline", "deployment", "limits"})
 _STAGE_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
-def did_you_mean(name: str, known: Iterable[str], *, limit: int = 1) -> str:
+def did_you_mean(name: str, choices: Iterable[str], *, limit: int = 1) -> str:
     """`did you mean X?` where something is near, `limit` of them at most, else the list of what is known."""
-    names = list(known)
+    names = list(choices)
     near = difflib.get_close_matches(name, names, n=limit, cutoff=0.6)
     if near:
         return f"did you mean {' or '.join(near)}?"
@@ -117,14 +117,14 @@ class PipelineGraph:
 
     def ancestors(self, stages: Iterable[str]) -> frozenset[str]:
         """`stages` and everything upstream of them."""
-        reached: set[str] = set()
+        visited: set[str] = set()
         pending = list(stages)
         while pending:
             name = pending.pop()
-            if name not in reached:
-                reached.add(name)
+            if name not in visited:
+                visited.add(name)
                 pending.extend(self.sources(name))
-        return frozenset(reached)
+        return frozenset(visited)
 
 
 def _check_stage_names(pipeline: _Plan) -> None:

@@ -83,12 +83,12 @@ class Response:
     async def read_json(self) -> Any:
         """The body as JSON; None where it is none, or too long."""
         parts: list[bytes] = []
-        left = _MAX_JSON_BYTES
+        budget = _MAX_JSON_BYTES
         async with contextlib.aclosing(self.stream()) as stream:
             async for _, data in stream:
                 parts.append(data)
-                left -= len(data)
-                if left < 0:
+                budget -= len(data)
+                if budget < 0:
                     return None
         try:
             return json.loads(b"".join(parts))
@@ -222,7 +222,7 @@ class EventReader:
 
     def __init__(self, max_bytes: float = math.inf) -> None:
         self._max_bytes = max_bytes
-        self._held = 0
+        self._buffered_bytes = 0
         """Bytes of the event that is not complete."""
         self.done = False
         """Whether the stream has had OpenAI's end marker, `[DONE]`."""
@@ -231,8 +231,8 @@ class EventReader:
 
     def push(self, received: bytes) -> Iterator[Any]:
         self._buffer.append(received)
-        self._held += len(received)
-        if self._held > self._max_bytes + _READ_BYTES:
+        self._buffered_bytes += len(received)
+        if self._buffered_bytes > self._max_bytes + _READ_BYTES:
             raise BrokenResponseError(f"an event has more than {self._max_bytes} bytes")
         if b"\n" not in received:
             return  # a picture arrives in many parts: they are joined once
@@ -252,4 +252,4 @@ class EventReader:
                 except (ValueError, RecursionError) as error:
                     raise BrokenResponseError("an event is not JSON") from error
                 yield value
-        self._held = len(rest) + sum(map(len, self._data))
+        self._buffered_bytes = len(rest) + sum(map(len, self._data))

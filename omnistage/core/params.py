@@ -83,7 +83,7 @@ class AdapterWeight(BaseModel):
     weight: float = Field(default=1.0, allow_inf_nan=False, ge=-100.0, le=100.0)
 
 
-def _listed(value: object) -> object:
+def _as_list(value: object) -> object:
     """A name or one adapter in place of a list of them."""
     each = value if isinstance(value, list | tuple) else (value,)
     return tuple({"name": adapter} if isinstance(adapter, str) else adapter for adapter in each)
@@ -97,7 +97,10 @@ def _distinct(adapters: tuple[AdapterWeight, ...]) -> tuple[AdapterWeight, ...]:
 
 MAX_MIXED_ADAPTERS = 16
 Adapters = Annotated[
-    tuple[AdapterWeight, ...], BeforeValidator(_listed), Field(max_length=MAX_MIXED_ADAPTERS), AfterValidator(_distinct)
+    tuple[AdapterWeight, ...],
+    BeforeValidator(_as_list),
+    Field(max_length=MAX_MIXED_ADAPTERS),
+    AfterValidator(_distinct),
 ]
 """LoRA adapters whose changes are added up: a name, or several with weights."""
 
@@ -201,8 +204,8 @@ class DiffusionParams(StageParams):
 
     shared: ClassVar[bool] = True
 
-    width: int | None = Field(default=None, ge=16, le=16384, description="Pixels; models ask for multiples.")
-    height: int | None = Field(default=None, ge=16, le=16384, description="Pixels; models ask for multiples.")
+    width: int | None = Field(default=None, ge=16, le=16384, description="Pixels; models may need multiples.")
+    height: int | None = Field(default=None, ge=16, le=16384, description="Pixels; models may need multiples.")
     steps: int | None = Field(default=None, ge=1, le=1000, description="Denoising steps.")
     guidance: _FiniteFloat | None = Field(
         default=None, ge=0.0, le=100.0, description="How closely to follow the prompt; as the family defines it."

@@ -146,6 +146,6 @@ class Registry:
 
 def _lookup(kind: str, name: str, table: Mapping[str, _T]) -> _T:
     if name not in table:
-        known = ", ".join(sorted(table)) or "none"
-        raise RegistryError(f"unknown {kind} {name!r}; known: {known}")
+        names = ", ".join(sorted(table)) or "none"
+        raise RegistryError(f"unknown {kind} {name!r}; known: {names}")
     return table[name]

@@ -31,9 +31,9 @@ class StageStats:
 
         Where some wait, the places are those that run, whatever the capacity: memory may allow no more.
         """
-        held = self.running + self.starved
-        places = max(held, 1) if self.waiting else self.capacity
-        return (held + self.waiting) / places if places else 0.0
+        occupied = self.running + self.starved
+        places = max(occupied, 1) if self.waiting else self.capacity
+        return (occupied + self.waiting) / places if places else 0.0
 
 
 STEP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

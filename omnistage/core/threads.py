@@ -91,7 +91,7 @@ class DaemonThreads(Executor):
         self._jobs: dict[str | None, deque[_Job[Any]]] = {}
         """Queued, by owner; the owner whose turn it is comes first."""
         self._queued = 0
-        self._owned: Counter[str | None] = Counter()
+        self._running_by_owner: Counter[str | None] = Counter()
         """Threads that work, by owner."""
         self._threads = 0
         self._idle = 0
@@ -147,12 +147,12 @@ class DaemonThreads(Executor):
             start, _released.seconds = time.thread_time(), 0.0
             job.run()
             if self._rest_ratio:
-                held = time.thread_time() - start - _released.seconds
-                time.sleep(min(held * self._rest_ratio, _MAX_REST_SECONDS))
+                seconds = time.thread_time() - start - _released.seconds
+                time.sleep(min(seconds * self._rest_ratio, _MAX_REST_SECONDS))
             with self._changed:
-                self._owned[job.owner] -= 1
-                if not self._owned[job.owner]:
-                    del self._owned[job.owner]  # owners come and go
+                self._running_by_owner[job.owner] -= 1
+                if not self._running_by_owner[job.owner]:
+                    del self._running_by_owner[job.owner]  # owners come and go
             del job  # while the thread waits for more, it keeps none of the data
 
     def _next(self) -> _Job[Any] | None:
@@ -165,14 +165,14 @@ class DaemonThreads(Executor):
                 self._remove(job)
                 if job.owner in self._jobs:
                     self._jobs[job.owner] = self._jobs.pop(job.owner)  # behind all others
-                self._owned[job.owner] += 1
+                self._running_by_owner[job.owner] += 1
             return job
 
     def _startable(self) -> _Job[Any] | None:
         """The oldest work of the first owner who may have one more thread."""
         share = max(self._max_threads // 2, 1)
         for owner, jobs in self._jobs.items():
-            if owner is None or self._owned[owner] < share:
+            if owner is None or self._running_by_owner[owner] < share:
                 return jobs[0]
         return None
 

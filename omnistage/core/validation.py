@@ -117,11 +117,11 @@ def first_problem(
     first: Mapping[str, Any] = problems[0]
     steps = list(first["loc"]) if data is None else data_path(first, data)
     message = (words or {}).get(first["type"]) or message_of(first)
-    shown = [step[:SHOWN_CHARS] if isinstance(step, str) else step for step in steps]
-    return Problem(first["type"], (*shown, *field_error_path(first)), message)
+    readable = [step[:SHOWN_CHARS] if isinstance(step, str) else step for step in steps]
+    return Problem(first["type"], (*readable, *field_error_path(first)), message)
 
 
-_NO_PARAMETER = {"extra_forbidden": "there is no such parameter; see the class for those there are"}
+_NO_PARAMETER = {"extra_forbidden": "unknown parameter; see the class for those that exist"}
 
 
 def invalid_params(error: ValidationError, prefix: str = "") -> InvalidRequestError:

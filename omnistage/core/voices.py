@@ -23,8 +23,8 @@ class VoiceNames:
         self.voices = tuple(voices)
         for alias, voice in (aliases or {}).items():
             if voice not in self.voices:
-                known = f"voices: {', '.join(self.voices)}" if self.voices else "this model has no named voices"
-                raise ConfigError(f"there is no voice {short_repr(voice)}; {known}", param=f"deployment.voices.{alias}")
+                hint = f"voices: {', '.join(self.voices)}" if self.voices else "this model has no named voices"
+                raise ConfigError(f"there is no voice {short_repr(voice)}; {hint}", param=f"deployment.voices.{alias}")
         own = {name.casefold() for name in self.voices}
         standard = [name for name in OPENAI_VOICES if name not in own] if speaks else []
         in_turn = {name: self.voices[i % len(self.voices)] if self.voices else None for i, name in enumerate(standard)}
@@ -43,5 +43,5 @@ class VoiceNames:
             for alias in (name, folded):
                 if alias in self.aliases:
                     return self.aliases[alias]
-        known = f"voices: {', '.join(self.voices)}" if self.voices else "this model has none; leave it out"
-        raise InvalidRequestError(f"there is no voice {short_repr(name)}; {known}", param=param)
+        hint = f"voices: {', '.join(self.voices)}" if self.voices else "this model has none; leave it out"
+        raise InvalidRequestError(f"there is no voice {short_repr(name)}; {hint}", param=param)

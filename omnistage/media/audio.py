@@ -180,7 +180,7 @@ class _Length:
 def _collect(blocks: Iterable[NDArray[np.generic]], rate: int, target_rate: int | None, length: _Length) -> AudioClip:
     """Average channels, check and resample block by block, so that memory follows the result and not the source."""
     resampler = StreamResampler(rate, rate if target_rate is None else target_rate)
-    done: list[NDArray[np.float32]] = []
+    pieces: list[NDArray[np.float32]] = []
     count = 0
     cancellation = current_cancellation()
     for block in blocks:
@@ -192,8 +192,8 @@ def _collect(blocks: Iterable[NDArray[np.generic]], rate: int, target_rate: int 
             raise MediaError("audio has NaN or infinite samples; encode it again")
         if np.abs(mono).max(initial=0.0) > _MAX_SAMPLE:
             raise MediaError(f"audio has samples over {_MAX_SAMPLE:g}, where 1 is full scale; scale it to -1..1")
-        done.append(resampler.push(mono))
-    samples = np.concatenate([*done, resampler.push(np.zeros(0, np.float32), last=True)])
+        pieces.append(resampler.push(mono))
+    samples = np.concatenate([*pieces, resampler.push(np.zeros(0, np.float32), last=True)])
     if count == 0 or len(samples) == 0:
         raise MediaError("audio has no samples; send at least a few milliseconds")
     return AudioClip(samples, rate if target_rate is None else target_rate)

@@ -72,7 +72,7 @@ class MediaBudget:
         self._waiting: list[_Account] = []
         self._first: _Account | None = None
         """The request in preparation that may use all that is left, until it is prepared or ends."""
-        self._owned: Counter[object] = Counter()
+        self._held_by_owner: Counter[object] = Counter()
         self._held = 0
         self._freed = 0
         """Since memory was last given back to the system; not what was reserved for decoding, in another process."""
@@ -105,14 +105,14 @@ class MediaBudget:
                 try:
                     while not self._fits(account, nbytes):
                         cancellation.check()
-                        left, remaining = end - time.monotonic(), cancellation.remaining()
-                        if left <= 0:
+                        room, remaining = end - time.monotonic(), cancellation.remaining()
+                        if room <= 0:
                             raise QueueFullError(
                                 "other requests hold the memory for media; send the request again later",
                                 retry_after=5.0,
                             )
                         # Not for longer: a hold may be collected just before this gives the lock away.
-                        self._changed.wait(min(left, _DROPPED_SECONDS, left if remaining is None else remaining))
+                        self._changed.wait(min(room, _DROPPED_SECONDS, room if remaining is None else remaining))
                     cancellation.check()
                     self._add(account, nbytes)
                 finally:
@@ -134,7 +134,7 @@ class MediaBudget:
         return account is self._first and self._held + nbytes <= self.max_bytes
 
     def _may_grow(self, account: _Account) -> bool:
-        return account.size > 0 or self._owned[account.owner] < self._max_owned
+        return account.size > 0 or self._held_by_owner[account.owner] < self._max_owned
 
     def resize(self, account: _Account, nbytes: int, *, settled: bool = False) -> None:
         """Hold so many from now on, which are there already; `settled`: and never more."""
@@ -173,9 +173,9 @@ class MediaBudget:
     def _add(self, account: _Account, nbytes: int) -> None:
         account.size += nbytes
         self._held += nbytes
-        self._owned[account.owner] += nbytes
-        if not self._owned[account.owner]:
-            del self._owned[account.owner]  # owners come and go
+        self._held_by_owner[account.owner] += nbytes
+        if not self._held_by_owner[account.owner]:
+            del self._held_by_owner[account.owner]  # owners come and go
 
     def _wake(self) -> None:
         with self._changed:
@@ -244,9 +244,9 @@ class ItemBytes:
 
     def begin(self) -> int | None:
         """Reserve what suffices for most items; the largest that may be decoded with it. None: any."""
-        if (left := self._hold.left) is None:
+        if (room := self._hold.left) is None:
             return None
-        nbytes = min(FREE_BYTES, left // _COPIES)
+        nbytes = min(FREE_BYTES, room // _COPIES)
         self.need(nbytes)
         return nbytes
 

@@ -105,11 +105,11 @@ def _check_scans(data: bytes, max_scans: int) -> None:
     if data.count(_SCAN) <= max_scans:
         return
     scans, position = 0, 2
-    while (found := _JPEG_MARKER.search(data, position)) is not None and found.group() != _JPEG_END:
-        scans += found.group() == _SCAN
+    while (marker := _JPEG_MARKER.search(data, position)) is not None and marker.group() != _JPEG_END:
+        scans += marker.group() == _SCAN
         if scans > max_scans:
             raise LimitExceededError(f"JPEG with over {max_scans} scans, the limit; save it with fewer, or as PNG")
-        position = found.end()
+        position = marker.end()
         position += int.from_bytes(data[position : position + 2], "big")  # every other marker begins a segment
 
 

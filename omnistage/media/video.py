@@ -170,12 +170,12 @@ def _keep(
     decoded: Iterator[av.VideoFrame], indices: list[int], limits: MediaLimits, need: Need = no_need
 ) -> tuple[NDArray[np.uint8] | None, int]:
     frames: NDArray[np.uint8] | None = None
-    width = height = turns = done = position = 0
+    width = height = turns = count = position = 0
     cancellation = current_cancellation()
     for frame in decoded:
         cancellation.check()
         _check_frame_size(frame.width, frame.height, limits)
-        if indices[done] == position:
+        if indices[count] == position:
             if frames is None:
                 width, height = _fit(frame.width, frame.height, len(indices), limits)
                 turns = round(frame.rotation / 90) % 4  # counter-clockwise
@@ -184,10 +184,10 @@ def _keep(
                 frames = np.empty((len(indices), *shape, 3), np.uint8)
             # A later frame of another size is scaled to the first one's.
             pixels = frame.reformat(width=width, height=height, format="rgb24").to_ndarray()
-            frames[done] = np.rot90(pixels, turns)
-            done += 1
+            frames[count] = np.rot90(pixels, turns)
+            count += 1
         position += 1
-        if done == len(indices):
+        if count == len(indices):
             return frames, position
     return None, position
 
@@ -248,7 +248,7 @@ def _check_frame_size(width: int, height: int, limits: MediaLimits) -> None:
 def _check_frame_count(count: int, limits: MediaLimits) -> None:
     if count > limits.max_video_frames:
         raise LimitExceededError(
-            f"{count} frames of video are over the limit of {limits.max_video_frames}; ask for fewer"
+            f"{count} frames of video are over the limit of {limits.max_video_frames}; sample fewer"
         )
 
 

@@ -81,9 +81,9 @@ def between(scale: float, anchors: Sequence[int], multiple: int = 1) -> int:
     Rounding up keeps the sizes monotonic in `scale` even where the multiple itself grows with it.
     """
     position = scale * (len(anchors) - 1)
-    left = min(int(position), len(anchors) - 2)
-    low, high = anchors[left], anchors[left + 1]
-    exact = low * math.pow(high / low, position - left)
+    lower = min(int(position), len(anchors) - 2)
+    low, high = anchors[lower], anchors[lower + 1]
+    exact = low * math.pow(high / low, position - lower)
     # The small allowance keeps floating point from pushing an exact anchor up to the next multiple.
     return math.ceil(exact / multiple - 1e-6) * multiple
 
@@ -324,16 +324,16 @@ def write_shards(
 
     `make` gives a tensor and its name in the file.
     """
-    shards, total, done = plan_shards(sizes.items(), limit), sum(sizes.values()), 0
+    shards, total, written_bytes = plan_shards(sizes.items(), limit), sum(sizes.values()), 0
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = f"{stem}{'' if len(shards) == 1 else f'-{number:05d}-of-{len(shards):05d}'}.safetensors"
         if progress is not None:
-            progress(f"writing {file}", done / total)
+            progress(f"writing {file}", written_bytes / total)
         shard = dict(make(name) for name in names)
         save_file(shard, str(folder / file), metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(shard, file))
-        done += sum(sizes[name] for name in names)
+        written_bytes += sum(sizes[name] for name in names)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(folder / f"{stem}.safetensors.index.json", index)

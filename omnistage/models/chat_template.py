@@ -20,8 +20,9 @@ from jinja2.meta import find_undeclared_variables
 from omnistage.core.errors import InvalidRequestError, OmniError
 from omnistage.core.family import THINK_END, THINK_START, ThinkBlock
 from omnistage.core.messages import PLAIN_TEMPLATE, ChatMessage, Part, TemplateOptions, TextPart
+from omnistage.core.types import ARInput
 from omnistage.core.validation import short_repr
-from omnistage.models.prompts import GuardedText
+from omnistage.models.prompts import GuardedText, PromptTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -113,15 +114,15 @@ class ChatTemplate:
         against them.
         """
         try:
-            offered = [_guarded(tool, guarded) for tool in tools]
+            offers = [_guarded(tool, guarded) for tool in tools]
             ready = [{key: _guarded(v, guarded) if key != "content" else v for key, v in t.items()} for t in turns]
-            uses_tools = offered or any(turn["role"] == "tool" or "tool_calls" in turn for turn in ready)
+            uses_tools = offers or any(turn["role"] == "tool" or "tool_calls" in turn for turn in ready)
             if uses_tools and not self.takes_tools:
-                ready, offered = self._render_tools_as_text(ready, offered), []
+                ready, offers = self._render_tools_as_text(ready, offers), []
             options = _options(thinking)
             if template is not PLAIN_TEMPLATE:
                 options |= self._checked(template, ready, guarded)
-            return self._render(ready, offered or None, **options)
+            return self._render(ready, offers or None, **options)
         except OmniError:
             raise
         except RecursionError as error:
@@ -227,9 +228,9 @@ class ChatTemplate:
             result.append(plain)
         for turn in result:
             turn.pop("results", None)
-        return self._offered(result, instructions(tools)) if tools else result
+        return self._with_tools(result, instructions(tools)) if tools else result
 
-    def _offered(self, turns: list[Turn], text: str) -> list[Turn]:
+    def _with_tools(self, turns: list[Turn], text: str) -> list[Turn]:
         if turns and turns[0]["role"] == "system":
             return [{**turns[0], "content": self._around("", turns[0]["content"], f"\n\n{text}")}, *turns[1:]]
         return [{"role": "system", "content": self._content(text)}, *turns]
@@ -253,10 +254,10 @@ def _options(thinking: bool | None) -> dict[str, Any]:
 
 def instructions(tools: Sequence[ToolSpec]) -> str:
     """The description of the tools for a model whose template has none."""
-    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    tool_lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     return (
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
-        f"You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{listed}\n</tools>"
+        f"You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{tool_lines}\n</tools>"
         "\n\nFor each function call, return a json object with function name and arguments within "
         '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}'
         "\n</tool_call>"
@@ -301,3 +302,33 @@ def joined_texts(parts: Sequence[Part]) -> list[Part]:
         else:
             merged.append(part)
     return merged
+
+
+class ChatProcessor:
+    """What processors share that render a chat by its template and tokenise the result."""
+
+    _template: ChatTemplate
+    _prompts: PromptTokenizer
+    _message_tokens: int
+    """Tokens of a message at least."""
+
+    def _check_messages(self, messages: Sequence[ChatMessage], source: object) -> None:
+        """Raise where there is no template (`source`), or there are more messages than fit."""
+        if not source:
+            raise InvalidRequestError("this model has no chat template; use generate() with a plain prompt")
+        self._prompts.limits.check_messages(len(messages), self._message_tokens)
+
+    def has_variable(self, name: str) -> bool:
+        return self._template.has_variable(name)
+
+    def think_block(self, thinking: bool | None) -> ThinkBlock | None:
+        return self._template.think_block(thinking)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._prompts.decode(token_ids)
+
+    def text(self, prompt: str) -> ARInput:
+        return self._prompts.text_input(prompt)
+
+    def voices(self) -> Sequence[str]:
+        return ()

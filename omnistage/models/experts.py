@@ -23,8 +23,8 @@ def fused_weights(context: LoadContext, prefix: str) -> dict[str, torch.Tensor]:
     tensors = read_weights(context, prefix)
     experts: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
     for name in list(tensors):
-        if found := _EXPERT.fullmatch(name):
-            experts.setdefault(found[1], {})[int(found[2]), found[3]] = tensors.pop(name)
+        if match := _EXPERT.fullmatch(name):
+            experts.setdefault(match[1], {})[int(match[2]), match[3]] = tensors.pop(name)
     # Without accelerate the model is loaded on the host and moved.
     device = context.device if straight_to(context.device) else torch.device("cpu")
     with ThreadPoolExecutor(_READERS, "experts") as pool:

@@ -378,8 +378,8 @@ _UNBOUNDED_LENGTH = 2**17
 
 def max_sequence_length(config: PreTrainedConfig) -> int:
     """Positions that the model can serve without one request changing another's rotary embedding."""
-    named = (getattr(config, name, None) for name in _LENGTHS)
-    max_length = next((value for value in named if isinstance(value, int) and value > 0), _UNBOUNDED_LENGTH)
+    lengths = (getattr(config, name, None) for name in _LENGTHS)
+    max_length = next((value for value in lengths if isinstance(value, int) and value > 0), _UNBOUNDED_LENGTH)
     rope = getattr(config, "rope_parameters", None) or {}
     # longrope changes all frequencies once any position of the batch passes the original length, dynamic likewise.
     for settings in (rope, *(value for value in rope.values() if isinstance(value, dict))):  # by the kind of layer

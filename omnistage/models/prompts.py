@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from operator import index
 from typing import TYPE_CHECKING
@@ -193,8 +193,13 @@ class PromptTokenizer:
         return list(encoded["input_ids"])
 
 
-def tokens_input(prompt: OmniTokensPrompt, vocab_size: int, embed_size: int) -> ARInput:
-    """Check a prompt of ids or embeddings and make it an input. Raises `InvalidRequestError`."""
+def tokens_input(
+    prompt: OmniTokensPrompt, vocab_size: int, embed_size: int, placeholders: Set[int] = frozenset()
+) -> ARInput:
+    """Check a prompt of ids or embeddings and make it an input. Raises `InvalidRequestError`.
+
+    Ids may not be `placeholders`, which stand for media, where no embeddings come with them.
+    """
     embeds = prompt.prompt_embeds
     try:
         ids = tuple(index(i) for i in prompt.prompt_token_ids)
@@ -205,6 +210,11 @@ def tokens_input(prompt: OmniTokensPrompt, vocab_size: int, embed_size: int) -> 
     if embeds is None:
         if not ids:
             raise InvalidRequestError("the prompt is empty; send at least one token", param="prompt_token_ids")
+        if not placeholders.isdisjoint(ids):
+            raise InvalidRequestError(
+                "prompt_token_ids hold media placeholders without media; use chat() to send media",
+                param="prompt_token_ids",
+            )
         return ARInput(ids)
     if not isinstance(embeds, torch.Tensor) or embeds.ndim != 2 or embeds.shape[1] != embed_size or not len(embeds):
         shape = list(embeds.shape) if isinstance(embeds, torch.Tensor) else type(embeds).__name__

@@ -56,8 +56,8 @@ def marks_of(weight: torch.Tensor) -> list[Mark]:
         return [Mark.of(weight, weight.dtype)]
     half = weight.shape[1] // 2
     parts = [each for expert in weight for each in (expert, expert[:half], expert[half:])]
-    turned = Mark.of(weight.transpose(1, 2), weight.dtype)._replace(turned=True)
-    return [turned, *(Mark.of(part, weight.dtype) for part in (weight, *parts) if part.numel())]
+    mark = Mark.of(weight.transpose(1, 2), weight.dtype)._replace(turned=True)
+    return [mark, *(Mark.of(part, weight.dtype) for part in (weight, *parts) if part.numel())]
 
 
 def weight_names(names: Iterable[str]) -> set[str]:
@@ -96,25 +96,25 @@ def write_quantised(
     files = sorted(path for path in source.rglob("*") if path.is_file() and ".cache" not in path.parts)
     owners: dict[Mark, list[tuple[str, str]]] = {}
     for stage, names in marks.items():
-        for layer, found in names.items():
-            for mark in found:
+        for layer, paths in names.items():
+            for mark in paths:
                 owners.setdefault(mark, []).append((stage, layer))
-    wanted = {(stage, layer) for stage, names in layers.items() for layer in names}
-    missing = set(wanted)
+    targets = {(stage, layer) for stage, names in layers.items() for layer in names}
+    missing = set(targets)
     for number, path in enumerate(files):
         copy = target / path.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
         progress(f"writing {path.name}", number / len(files))
         if path.suffix == ".safetensors":
-            missing -= _write_file(path, copy, wanted, configs, owners)
+            missing -= _write_file(path, copy, targets, configs, owners)
         elif path.name.endswith(".safetensors.index.json"):
             continue  # of the names that were; each file says what it holds
         elif path.suffix not in (".bin", ".pth", ".ckpt", ".gguf"):  # a family may keep voices in a .pt
             shutil.copyfile(path, copy)
-    if missing == wanted:
-        stage, layer = sorted(wanted)[0]
+    if missing == targets:
+        stage, layer = sorted(targets)[0]
         raise CheckpointError(
-            f"none of the {len(wanted)} quantised layers is a tensor of its own in {source}, such as {layer} of "
+            f"none of the {len(targets)} quantised layers is a tensor of its own in {source}, such as {layer} of "
             f"{stage}; this model can be quantised while it is loaded, with quantize, but not be written"
         )
     _write_indices(source, target)
@@ -132,13 +132,13 @@ def _recipe(config: QuantizeConfig, layers: Iterable[str]) -> dict[str, object]:
 def _write_file(
     path: Path,
     copy: Path,
-    wanted: set[tuple[str, str]],
+    targets: set[tuple[str, str]],
     configs: Mapping[str, QuantizeConfig],
     owners: Mapping[Mark, list[tuple[str, str]]],
 ) -> set[tuple[str, str]]:
     """One file; the layers whose weights it has."""
     dtypes = {mark.dtype for mark in owners}
-    found: set[tuple[str, str]] = set()
+    written_layers: set[tuple[str, str]] = set()
     tensors: dict[str, torch.Tensor] = {}
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
@@ -156,16 +156,16 @@ def _write_file(
                 # One expert's weights are not called as the layer that has all of them.
                 own = list(dict.fromkeys(alike)) if expert and _all_experts(alike) else _best_named(name, alike)
             # Where numbers and names leave it open which layer it is of, full precision is right for all of them.
-            config = configs[own[0][0]] if own and wanted.issuperset(own) else None
+            config = configs[own[0][0]] if own and targets.issuperset(own) else None
             if config is None or (turned and config.scheme == "int4"):
                 tensors[name] = tensor
                 continue
-            found.update(own)
+            written_layers.update(own)
             for end, part in (pack_turned if turned else pack)(tensor, config).items():
                 tensors[f"{name}{end}"] = part.contiguous()
     save_file(tensors, copy, metadata=metadata)
     shutil.copymode(path, copy)
-    return found
+    return written_layers
 
 
 def _all_experts(owners: list[tuple[str, str]]) -> bool:

@@ -127,12 +127,12 @@ class _Buffers:
 
 def _fill(file: int, buffer: Tensor, offset: int, path: Path) -> None:
     view = buffer.numpy().data
-    done = 0
-    while done < len(view):
-        count = os.preadv(file, [view[done:]], offset + done)
+    position = 0
+    while position < len(view):
+        count = os.preadv(file, [view[position:]], offset + position)
         if not count:
             raise CheckpointError(f"{path.name} ends before its last tensor; fetch the model again")
-        done += count
+        position += count
 
 
 _local = threading.local()

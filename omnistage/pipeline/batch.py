@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from omnistage.core.errors import InvalidRequestError
 from omnistage.pipeline.intake import ParamsLike, Prompt
-from omnistage.pipeline.output import Sink
+from omnistage.pipeline.output_assembler import Sink
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
 
 Conversation = Sequence[Mapping[str, object]]
@@ -73,9 +73,9 @@ class BatchBar:
         batch, elapsed = self._batch, max(time.monotonic() - self._start, 1e-9)
         if batch.steps:
             with batch.changed:
-                done, total = (sum(part) for part in zip(*batch.steps.values(), strict=True))
+                steps_done, total = (sum(part) for part in zip(*batch.steps.values(), strict=True))
             # The bar moves with the steps: a single picture would otherwise show nothing until it is there.
-            self._bar.update(self._task, completed=done, total=total, pace=f"steps, {batch.done} done")
+            self._bar.update(self._task, completed=steps_done, total=total, pace=f"steps, {batch.done} done")
         else:
             self._bar.update(self._task, completed=batch.done, pace=f"{batch.tokens / elapsed:.0f} tokens/s")
 

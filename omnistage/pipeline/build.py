@@ -96,8 +96,8 @@ def build_parts(args: OmniEngineArgs, *, progress: bool | Report = True, registr
     times.begin("configuration")
     resolved = resolve(args, registry=registry)
     config, graph = resolved.config, resolved.graph
-    placed = {name: group for name, group in config.deployment.placement.items() if group.kind != "inline"}
-    elsewhere = {stage for group in placed.values() for stage in group.stages}
+    remote_groups = {name: group for name, group in config.deployment.placement.items() if group.kind != "inline"}
+    elsewhere = {stage for group in remote_groups.values() for stage in group.stages}
     here = resolved.restricted(name for name in graph.order if name not in elsewhere)
     times.begin("memory plan")
     plan = load_plan(here, registry)
@@ -106,10 +106,10 @@ def build_parts(args: OmniEngineArgs, *, progress: bool | Report = True, registr
         processor = registry.family(resolved.model.family).processor(resolved.model)
     report = progress if callable(progress) else None
     with ExitStack() as undo:
-        groups = [_spawn_group(name, group, args, resolved, undo) for name, group in placed.items()]
-        built = build_stages(here, plan, registry, times, report, visible=progress is not False)
-        stages = dict(built.stages)
-        for stage in built.stages.values():
+        groups = [_spawn_group(name, group, args, resolved, undo) for name, group in remote_groups.items()]
+        in_process = build_stages(here, plan, registry, times, report, visible=progress is not False)
+        stages = dict(in_process.stages)
+        for stage in in_process.stages.values():
             undo.callback(stage.close)
         for group in groups:
             times.begin(f"group {group.name}")
@@ -128,12 +128,12 @@ def build_parts(args: OmniEngineArgs, *, progress: bool | Report = True, registr
         config.deployment,
         config.limits,
         resolved.model.name,
-        built.rebuilds,
-        built.memory,
+        in_process.rebuilds,
+        in_process.memory,
         times,
         tuple(groups),
         {name: targets for group in groups for name, targets in links_within(graph, group.stages).items()},
-        built.adapters,
+        in_process.adapters,
     )
 
 
@@ -195,11 +195,11 @@ def load_plan(resolved: ResolvedConfig, registry: Registry) -> MemoryPlan | None
     Raises `CapacityError` where the model cannot fit.
     """
     deployment, stages = resolved.config.deployment, resolved.config.pipeline.local_stages
-    placed = [place(name, stage, deployment) for name, stage in stages.items()]
-    for device, _dtype in placed:
+    placements = [place(name, stage, deployment) for name, stage in stages.items()]
+    for device, _dtype in placements:
         limit_process(device, deployment)
-    if all(device.type == "cpu" for device, _dtype in placed):
-        item_size = max((dtype.itemsize for _device, dtype in placed), default=0)
+    if all(device.type == "cpu" for device, _dtype in placements):
+        item_size = max((dtype.itemsize for _device, dtype in placements), default=0)
         weights = weights_on_disk(resolved.model.folder, item_size)
         if weights < _PLANNED_SHARE * free_host_memory():
             return None
@@ -214,12 +214,12 @@ def plan_memory(resolved: ResolvedConfig, *, registry: Registry = REGISTRY, anyw
     `anywhere` is for a machine that is not this one: nobody asks whether its devices exist.
     """
     deployment = resolved.config.deployment
-    placed = partial(place_anywhere if anywhere else place, deployment=deployment)
+    place_stage = partial(place_anywhere if anywhere else place, deployment=deployment)
     stages = resolved.config.pipeline.local_stages
-    devices = {str(placed(name, stage)[0]) for name, stage in stages.items()}
+    devices = {str(place_stage(name, stage)[0]) for name, stage in stages.items()}
     available = {device: available_memory(device, deployment) for device in devices}
     with reading_checkpoint(resolved.model.folder, "the memory plan"):
-        return make_plan(resolved, registry, placed, available)
+        return make_plan(resolved, registry, place_stage, available)
 
 
 def _build_stages(
@@ -246,12 +246,12 @@ def _build_stages(
         for name, factory in factories.items():
             task = bar.add_task(f"loading {name}", total=1.0, doing="")
 
-            def report(doing: str, done: float, task: TaskID = task, name: str = name) -> None:
+            def report(doing: str, fraction: float, task: TaskID = task, name: str = name) -> None:
                 if doing:
                     times.begin(f"{name}: {doing}")
-                bar.update(task, completed=done, doing=doing)
+                bar.update(task, completed=fraction, doing=doing)
                 if notify is not None:
-                    notify(f"{name}: {doing or 'loaded'}", done)
+                    notify(f"{name}: {doing or 'loaded'}", fraction)
 
             planned = None if plan is None else plan.stages.get(name)
             meter = meter_for(planned)

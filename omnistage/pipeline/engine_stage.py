@@ -53,7 +53,8 @@ def _diffusion_stage(
 
     if adapters is not None and not isinstance(component, Denoiser):
         raise ConfigError(
-            f"stage {name!r} runs a {type(component).__name__}, which takes no adapters; name the stage that denoises",
+            f"stage {name!r} runs a {type(component).__name__}, which does not support adapters; "
+            "name the stage that denoises",
             param="deployment.adapter_stage",
         )
     if isinstance(component, PromptEncoder):
@@ -62,7 +63,7 @@ def _diffusion_stage(
         return DenoiseStage(name, component, stage_cfg.budget, stage_cfg.params, adapters)
     if isinstance(component, LatentDecoder):
         return DecodeStage(name, component, stage_cfg.budget)
-    from omnistage.engines.diffusion.whole import WholePipeline, WholeStage
+    from omnistage.engines.diffusion.whole_pipeline import WholePipeline, WholeStage
 
     if isinstance(component, WholePipeline):
         return WholeStage(name, component, stage_cfg.budget)

@@ -49,8 +49,8 @@ class Front:
         `adapters`: folders of LoRA adapters by name; parameters choose by `lora`.
         """
         values = {"model": str(model), "config": config, "overrides": overrides, "gpu_memory": gpu_memory}
-        named = [f"{name}={folder}" for name, folder in (adapters or {}).items()]
-        values |= {"device": device, "dtype": dtype, "quantize": quantize, "ray": ray, "adapters": named}
+        settings = [f"{name}={folder}" for name, folder in (adapters or {}).items()]
+        values |= {"device": device, "dtype": dtype, "quantize": quantize, "ray": ray, "adapters": settings}
         self._open(build_parts(OmniEngineArgs.parse(values), progress=progress))
 
     @classmethod

@@ -33,10 +33,10 @@ def build_group(
     """Build the stages that `start` names, from the arguments of the service itself."""
     resolved = resolve(args, registry=registry)
     here = _as_started(resolved, start)
-    built = build_stages(here, load_plan(here, registry), registry, PhaseTimes(), report, visible=False)
+    stages = build_stages(here, load_plan(here, registry), registry, PhaseTimes(), report, visible=False)
     return GroupParts(
         resolved.graph,
-        built.stages,
+        stages.stages,
         bridges_of(resolved.graph, registry),
         resolved.config.deployment.max_step_seconds,
     )

@@ -165,12 +165,12 @@ class RequestFactory:
             )
         requested = (names,) if isinstance(names, str) else tuple(names)
         if not requested:
-            raise InvalidRequestError("is empty; ask for at least one modality", param="modalities")
+            raise InvalidRequestError("is empty; name at least one modality", param="modalities")
         for name in requested:
             if not isinstance(name, str) or name not in outputs:
-                shown = str(name) if isinstance(name, Modality) else name
+                readable = str(name) if isinstance(name, Modality) else name
                 raise UnsupportedModalityError(
-                    f"this model has no output {short_repr(shown)}; its outputs: {', '.join(outputs)}",
+                    f"this model has no output {short_repr(readable)}; its outputs: {', '.join(outputs)}",
                     param="modalities",
                 )
         return frozenset(map(Modality, requested))
@@ -209,7 +209,7 @@ class RequestFactory:
     def _stage_params(self, name: str, value: object) -> StageParams:
         path = f"sampling_params.{name[:SHOWN_CHARS] if isinstance(name, str) else short_repr(name)}"
         if name not in self._params_types:
-            raise InvalidRequestError(f"there is no such stage; stages: {', '.join(self._graph.order)}", param=path)
+            raise InvalidRequestError(f"unknown stage; stages: {', '.join(self._graph.order)}", param=path)
         if isinstance(value, StageParams):
             return value
         if not isinstance(value, Mapping):
@@ -311,10 +311,10 @@ class RequestFactory:
         return processor.encode(batch)
 
     def _mapping(self, processor: InputProcessor, prompt: Mapping[str, object]) -> StagePayloadIn:
-        known = ("prompt", "prompt_token_ids", "prompt_embeds")
-        if unknown := [short_repr(key) for key in prompt if key not in known]:
+        fields = ("prompt", "prompt_token_ids", "prompt_embeds")
+        if unknown := [short_repr(key) for key in prompt if key not in fields]:
             raise InvalidRequestError(
-                f"has unknown keys {', '.join(unknown[:3])}; known: {', '.join(known)}. Media go into chat messages",
+                f"has unknown keys {', '.join(unknown[:3])}; known: {', '.join(fields)}. Media go into chat messages",
                 param="prompt",
             )
         values = {key: value for key, value in prompt.items() if value is not None}
@@ -331,11 +331,11 @@ class RequestFactory:
 
     def _check_media(self, present: frozenset[Modality]) -> None:
         supported = self._processor.input_modalities
-        if refused := sorted(present - supported):
+        if unsupported := sorted(present - supported):
             if isinstance(self._processor, OptionalInputs):
-                raise UnsupportedModalityError(self._processor.unsupported_reason(refused[0]), param="messages")
+                raise UnsupportedModalityError(self._processor.unsupported_reason(unsupported[0]), param="messages")
             raise UnsupportedModalityError(
-                f"this model does not take {', '.join(refused)}; it takes {', '.join(sorted(supported))}",
+                f"this model does not take {', '.join(unsupported)}; it takes {', '.join(sorted(supported))}",
                 param="messages",
             )
 

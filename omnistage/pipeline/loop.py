@@ -108,7 +108,7 @@ class StageLoop(Generic[Owner]):
             if self.health.state is not StageState.UP:
                 raise self.health.error()
             if self.stopping:
-                raise ShutdownError(f"stage {self.stage.name!r} is stopping and takes no more requests")
+                raise ShutdownError(f"stage {self.stage.name!r} is stopping and accepts no more requests")
             self._inbox.append(Submit(owner, stage_input))
             self.changed.notify_all()
 
@@ -208,11 +208,11 @@ class StageLoop(Generic[Owner]):
     def leftovers(self) -> list[str]:
         """What the loop and its stage still hold, in words; only meaningful while the loop rests."""
         stats = self.stats()
-        held = stats.waiting + stats.running + stats.starved
+        num_requests = stats.waiting + stats.running + stats.starved
         name = self.stage.name
-        left = [f"{len(self._inbox)} commands for {name}"] if self._inbox else []
-        left += [f"request {request_id} in the loop of {name}" for request_id in list(self._live)]
-        return left + ([f"{held} requests in stage {name}"] if held else [])
+        leftovers = [f"{len(self._inbox)} commands for {name}"] if self._inbox else []
+        leftovers += [f"request {request_id} in the loop of {name}" for request_id in list(self._live)]
+        return leftovers + ([f"{num_requests} requests in stage {name}"] if num_requests else [])
 
     # --------------------------------------------------------------------------------------- in the loop
 
@@ -400,12 +400,12 @@ class StageLoop(Generic[Owner]):
         with self.changed:
             commands, self._inbox = self._inbox, deque()
             self.stage = FailedStage(health, stage.params_type)
-        held = [
+        abandoned = [
             (command.owner, command.stage_input.info.request_id) for command in commands if isinstance(command, Submit)
         ]
-        held += [(live.owner, request_id) for request_id, live in self._live.items()]
+        abandoned += [(live.owner, request_id) for request_id, live in self._live.items()]
         self._live.clear()
-        for owner, request_id in held:
+        for owner, request_id in abandoned:
             self._emit_end(owner, request_id, FinishReason.ERROR, health.error())
         close_stage(stage)
         del stage  # or its memory would still be taken when the next one is built

@@ -44,7 +44,7 @@ from omnistage.pipeline.deadlines import DeadlineTimer
 from omnistage.pipeline.health import FailedStage, OrchestratorStats, StageHealth, close_stages
 from omnistage.pipeline.loop import StageLoop
 from omnistage.pipeline.loop_threads import join_threads, loop_threads, sharing
-from omnistage.pipeline.output import Sink
+from omnistage.pipeline.output_assembler import Sink
 from omnistage.pipeline.outputs import Trace
 from omnistage.pipeline.planning import RequestPlanner, check_parts
 from omnistage.pipeline.request import OmniRequest, Phase, RequestPlan, RequestRun
@@ -192,7 +192,7 @@ class Orchestrator:
         """Raise what `start` would raise now for want of room: worth a look before costly preparation."""
         with self._room:
             if self._closing:
-                raise ShutdownError("the engine is shutting down and takes no more requests")
+                raise ShutdownError("the engine is shutting down and accepts no more requests")
             if request_id in self._runs:
                 raise InvalidRequestError("a request with this id is running; use another id", param="request_id")
             if self._inflight + answers > self.max_inflight:
@@ -388,14 +388,14 @@ class Orchestrator:
     def check_idle(self, timeout: float = 10.0) -> None:
         """Raise `InternalError` unless nothing is left anywhere: no request, deadline, command or stage state."""
         restless = [name for name, loop in self._loops.items() if not loop.wait_resting(timeout)]
-        left = [f"loop of {name} not at rest" for name in restless]
+        leftovers = [f"loop of {name} not at rest" for name in restless]
         with self._room:
-            left += [f"request {request_id}" for request_id in self._runs]
-        left += [f"{len(self._timer)} deadlines"] if len(self._timer) else []
+            leftovers += [f"request {request_id}" for request_id in self._runs]
+        leftovers += [f"{len(self._timer)} deadlines"] if len(self._timer) else []
         for loop in self._loops.values():
-            left += loop.leftovers()
-        if left:
-            raise InternalError(f"not idle: {'; '.join(left)}")
+            leftovers += loop.leftovers()
+        if leftovers:
+            raise InternalError(f"not idle: {'; '.join(leftovers)}")
 
     # ------------------------------------------------------------------------------------ driving, stopping
 
@@ -428,8 +428,8 @@ class Orchestrator:
         if drain and not self._threads:
             self.run_until_idle()
         with self._room:
-            left = list(self._runs.values())
-        for run in left:
+            runs = list(self._runs.values())
+        for run in runs:
             self.cancel(run)
         for loop in self._loops.values():
             loop.stop(drain=False)

@@ -37,10 +37,12 @@ class PhaseTimes:
     def _end(self) -> None:
         now = self._clock()
         if self._phase is not None:
-            taken = now - self._began
-            self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + taken
-            _log.info("start: %s took %.2f s", self._phase, taken)
+            seconds = now - self._began
+            self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + seconds
+            _log.info("start: %s took %.2f s", self._phase, seconds)
         self._phase, self._began = None, now
 
     def __str__(self) -> str:
-        return ", ".join(f"{phase} {taken:.1f} s" for phase, taken in self.seconds.items() if taken >= _SHOWN_SECONDS)
+        return ", ".join(
+            f"{phase} {seconds:.1f} s" for phase, seconds in self.seconds.items() if seconds >= _SHOWN_SECONDS
+        )

@@ -35,7 +35,7 @@ class RequestPlanner:
         params = self._merged(request.params)
         count = answers(params[route.lead])
         if count > 1 and not route.ends_with_lead:
-            raise InvalidRequestError("n > 1 gives text only; ask for modalities=['text']", param="n")
+            raise InvalidRequestError("n > 1 is supported for text only; set modalities=['text']", param="n")
         for name in route.stages:
             if name != route.lead and answers(params[name]) > 1:
                 raise InvalidRequestError(f"stage {name!r} gives one answer; leave n out for it", param=f"{name}.n")

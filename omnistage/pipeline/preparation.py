@@ -145,13 +145,13 @@ def _is_long(value: object) -> bool:
 
 def _weight(value: object, enough: int) -> int:
     """The characters of all texts in a value, and some for each value in it; counted until they are enough."""
-    total, left = 0, [value]
-    while left and total <= enough:
-        item = left.pop()
+    total, stack = 0, [value]
+    while stack and total <= enough:
+        item = stack.pop()
         total += _VALUE_CHARS + (len(item) if isinstance(item, str) else 0)
         if isinstance(item, Mapping):
-            left += item  # its keys
-            left += item.values()
+            stack += item  # its keys
+            stack += item.values()
         elif isinstance(item, list | tuple):
-            left += item
+            stack += item
     return total

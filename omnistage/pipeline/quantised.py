@@ -61,13 +61,13 @@ def check_quantised(
 
     Stages in other processes are not seen from here.
     """
-    asked = [quantiser for quantiser in quantisers if quantiser is not None]
-    if not asked or deployment.placement or any(quantiser.layers for quantiser in asked):
+    active = [quantiser for quantiser in quantisers if quantiser is not None]
+    if not active or deployment.placement or any(quantiser.layers for quantiser in active):
         return
     for stage in stages.values():
         stage.close()
     raise ConfigError(
-        f"{asked[0].config.scheme} would quantise nothing in this model; leave quantize out", param="quantize"
+        f"{active[0].config.scheme} would quantise nothing in this model; leave quantize out", param="quantize"
     )
 
 
@@ -76,7 +76,9 @@ def _quantiser(model: Checkpoint, stage_cfg: ARStageConfig | DiffusionStageConfi
 
     if stage_cfg.quantize is None:
         raise ConfigError("this stage is not quantised", param="quantize")
-    kept = registry.family(model.family).full_precision
+    full_precision = registry.family(model.family).full_precision
     if isinstance(stage_cfg, DiffusionStageConfig):
-        return Quantiser(stage_cfg.quantize, diffusion=True, kept=kept)
-    return Quantiser(stage_cfg.quantize, diffusion=False, kept=kept, merge=stage_cfg.budget.merge_linears is not False)
+        return Quantiser(stage_cfg.quantize, diffusion=True, kept=full_precision)
+    return Quantiser(
+        stage_cfg.quantize, diffusion=False, kept=full_precision, merge=stage_cfg.budget.merge_linears is not False
+    )

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from omnistage.pipeline.event_loop import LoopCalls, call_soon
 from omnistage.pipeline.orchestrator import Orchestrator
-from omnistage.pipeline.output import OutputBuffer
+from omnistage.pipeline.output_assembler import OutputBuffer
 from omnistage.pipeline.outputs import OutputChunk, Trace
 from omnistage.pipeline.request import RequestPlan, RequestRun
 
@@ -24,7 +24,7 @@ class OutputStream(AsyncIterator[OutputChunk]):
 
     trace: Trace
     """What ran when; the stages still change it."""
-    _taken: Iterator[OutputChunk] = iter(())
+    _items: Iterator[OutputChunk] = iter(())
     """What was taken, for who reads item by item."""
 
     def __init__(self, orchestrator: Orchestrator, request_id: str, limit: int) -> None:
@@ -54,10 +54,10 @@ class OutputStream(AsyncIterator[OutputChunk]):
         return 0 if self._run is None else self._run.prompt_tokens
 
     async def __anext__(self) -> OutputChunk:
-        while (item := next(self._taken, None)) is None:
+        while (item := next(self._items, None)) is None:
             if not (items := await self.take()):
                 raise StopAsyncIteration
-            self._taken = iter(items)
+            self._items = iter(items)
         return item
 
     async def take(self) -> list[OutputChunk]:
@@ -71,6 +71,6 @@ class OutputStream(AsyncIterator[OutputChunk]):
         return items
 
     def close(self) -> None:
-        self._done, self._taken = True, iter(())
+        self._done, self._items = True, iter(())
         if self._run is not None:
             self._orchestrator.cancel(self._run)

@@ -167,9 +167,9 @@ def on_device(tensor: torch.Tensor, device: str) -> torch.Tensor:  # pragma: no 
     """A tensor that went through the host, complete on its GPU again."""
     import torch
 
-    moved = tensor.to(f"cuda:{device_index(device)}")
-    torch.cuda.current_stream(moved.device).synchronize()
-    return moved
+    copy = tensor.to(f"cuda:{device_index(device)}")
+    torch.cuda.current_stream(copy.device).synchronize()
+    return copy
 
 
 @cache

@@ -22,9 +22,9 @@ def resolve_device(name: str, *, param: str = "deployment.device") -> torch.devi
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         usable = torch.cuda.device_count()
-        raise ConfigError(f"{name} was asked for, but {usable} CUDA devices are usable; use cpu or auto", param=param)
+        raise ConfigError(f"{name} was requested, but {usable} CUDA devices are usable; use cpu or auto", param=param)
     if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError("mps was asked for, but it is not available here; use cpu or auto", param=param)
+        raise ConfigError("mps was requested, but it is not available here; use cpu or auto", param=param)
     return device
 
 

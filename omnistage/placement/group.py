@@ -186,8 +186,8 @@ class StageGroup:
             return binding
 
     def _send(self, binding: Binding, message: Submit | Feed) -> None:
-        if (sent := binding.sent) is not None:  # the first output ends it, in another thread
-            sent.append(message)
+        if (queue := binding.sent) is not None:  # the first output ends it, in another thread
+            queue.append(message)
         binding.worker.send(message)
 
     # ------------------------------------------------------------------------------- checks, from any thread
@@ -286,12 +286,14 @@ class StageGroup:
         for call in calls:
             call.lost = True
             call.answered.set()
-        left = [binding for binding in bindings if not self._moved(binding)]
-        for binding in left:
+        remainder = [binding for binding in bindings if not self._moved(binding)]
+        for binding in remainder:
             self._end(binding, why)
         if bindings:
-            moved = len(bindings) - len(left)
-            _log.warning("group %s: %d requests ended with their process, %d were moved", self.name, len(left), moved)
+            num_moved = len(bindings) - len(remainder)
+            _log.warning(
+                "group %s: %d requests ended with their process, %d were moved", self.name, len(remainder), num_moved
+            )
 
     def _moved(self, binding: Binding) -> bool:
         try:
@@ -383,9 +385,13 @@ def _grown(stats: StageStats) -> StageStats:
 
 
 def _sum_steps(each: Sequence[StepSeconds | None]) -> StepSeconds:
-    known = [steps for steps in each if steps is not None]
-    counts = zip(*(steps.counts for steps in known), strict=True)
-    return StepSeconds(tuple(map(sum, counts)), sum(steps.total for steps in known)) if known else StepSeconds()
+    steps_known = [steps for steps in each if steps is not None]
+    counts = zip(*(steps.counts for steps in steps_known), strict=True)
+    return (
+        StepSeconds(tuple(map(sum, counts)), sum(steps.total for steps in steps_known))
+        if steps_known
+        else StepSeconds()
+    )
 
 
 _HELD = frozenset({"waiting", "running", "starved"})

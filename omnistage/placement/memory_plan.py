@@ -146,9 +146,9 @@ class _Planner:
         cached = [each.needs for each in self._needs if isinstance(each, AutoregressiveNeeds)]
         longest = max((needs.max_length for needs in cached), default=deployment.context)
         most = min((needs.max_running for needs in cached), default=deployment.concurrency)
-        asked = (min(deployment.concurrency, most), min(deployment.context, longest))
-        concurrency, context = self._largest(*asked)
-        reduced = concurrency < asked[0]
+        limits = (min(deployment.concurrency, most), min(deployment.context, longest))
+        concurrency, context = self._largest(*limits)
+        reduced = concurrency < limits[0]
         devices = tuple(
             self._device(name, stages, concurrency, context, reduced) for name, stages in self._by_device.items()
         )
@@ -156,7 +156,7 @@ class _Planner:
         plan = MemoryPlan(
             self._resolved.model.name,
             self._resolved.model.family,
-            asked,
+            limits,
             concurrency,
             context,
             devices,
@@ -184,8 +184,8 @@ class _Planner:
         available = self._available[name]
         if available is None:
             return 1 << 62
-        taken = sum(stage.at(concurrency, context).total for stage in stages)
-        return available - sum(self._overhead(name)) - taken
+        total = sum(stage.at(concurrency, context).total for stage in stages)
+        return available - sum(self._overhead(name)) - total
 
     def _overhead(self, name: str) -> tuple[int, int]:
         """Of the driver, and the reserve."""
@@ -204,10 +204,10 @@ class _Planner:
             tokens = max_length = None
             if isinstance(needs, AutoregressiveNeeds):
                 # One request may be longer than those that were planned for, where there is room for it.
-                grown = needs.grown(memory)
-                if needs.host_limit is None and grown.total - memory.total <= room:
-                    room -= grown.total - memory.total
-                    memory = grown
+                memory_grown = needs.grown(memory)
+                if needs.host_limit is None and memory_grown.total - memory.total <= room:
+                    room -= memory_grown.total - memory.total
+                    memory = memory_grown
                 tokens = needs.tokens(memory)
                 max_length = min(tokens, needs.needs.max_length)
             settings = needs.settings(memory, concurrency, reduced=reduced)

@@ -72,10 +72,10 @@ class AutoregressiveNeeds(StageNeeds):
         memory = needs.memory_at(context)
         if needs.fixed_blocks is not None:
             return replace(memory, kv_cache=needs.fixed_blocks * needs.block_bytes)
-        wanted = needs.blocks(concurrency, context) * needs.block_bytes
+        num_bytes = needs.blocks(concurrency, context) * needs.block_bytes
         if self.host_limit is not None:
-            wanted = min(wanted, max(self.host_limit, needs.block_bytes))
-        return replace(memory, kv_cache=wanted)
+            num_bytes = min(num_bytes, max(self.host_limit, needs.block_bytes))
+        return replace(memory, kv_cache=num_bytes)
 
     def grown(self, memory: StageMemory) -> StageMemory:
         """With room for one sequence of full length, and for media that fill it."""
@@ -180,8 +180,8 @@ class NeedsReader:
 
         if isinstance(stage, CodecStageConfig) or stage.quantize is None:
             return
-        kept = self._registry.family(self._model.family).full_precision
-        Quantiser(stage.quantize, isinstance(stage, DiffusionStageConfig), kept).apply_to(component, META)
+        full_precision = self._registry.family(self._model.family).full_precision
+        Quantiser(stage.quantize, isinstance(stage, DiffusionStageConfig), full_precision).apply_to(component, META)
 
     def _autoregressive(
         self, where: tuple[str, str, str], component: object, stage: ARStageConfig, device: torch.device

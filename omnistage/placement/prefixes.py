@@ -34,5 +34,5 @@ class Prefixes:
 
     def forget(self, worker: Worker) -> None:
         """A process is lost: it has no cache any more, and nothing of it is kept."""
-        for prefix in [prefix for prefix, known in self._workers.items() if known is worker]:
+        for prefix in [prefix for prefix, other in self._workers.items() if other is worker]:
             del self._workers[prefix]

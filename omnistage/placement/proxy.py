@@ -71,12 +71,12 @@ class ProxyStage(Stage):
         self._held[stage_input.info.request_id] = _Held(binding, set(range(answers(stage_input.params))))
 
     def feed(self, request_id: str, feed: StageFeed) -> None:
-        if (held := self._held.get(request_id)) is not None:
-            self._group.feed(held.binding, self.name, feed)
+        if (request := self._held.get(request_id)) is not None:
+            self._group.feed(request.binding, self.name, feed)
 
     def abort(self, request_id: str) -> None:
-        if (held := self._held.pop(request_id, None)) is not None:
-            self._group.abort(held.binding, self.name)
+        if (request := self._held.pop(request_id, None)) is not None:
+            self._group.abort(request.binding, self.name)
 
     def has_work(self) -> bool:
         return bool(self._inbox)
@@ -86,22 +86,22 @@ class ProxyStage(Stage):
         while self._inbox:
             worker, batch = self._inbox[0]
             for binding, chunk in batch:
-                held = self._held.get(chunk.request_id)
-                if held is not None and held.binding is binding:
+                request = self._held.get(chunk.request_id)
+                if request is not None and request.binding is binding:
                     chunks.append(chunk)
-                    self._note_end(held, chunk)
+                    self._note_end(request, chunk)
             if worker is not None:
                 self._group.taken(worker, self.name)
             self._inbox.popleft()  # last: `put` wakes whoever has seen it empty
         return chunks
 
-    def _note_end(self, held: _Held, chunk: StageChunk) -> None:
+    def _note_end(self, request: _Held, chunk: StageChunk) -> None:
         if chunk.finish is None and chunk.error is None:
             return
-        held.open.discard(chunk.index)
-        if not held.open or chunk.error is not None or chunk.finish is FinishReason.ERROR:
+        request.open.discard(chunk.index)
+        if not request.open or chunk.error is not None or chunk.finish is FinishReason.ERROR:
             del self._held[chunk.request_id]
-            self._group.release(held.binding, self.name)
+            self._group.release(request.binding, self.name)
 
     def stats(self) -> StageStats:
         return self._group.stats(self.name, holding=bool(self._held))

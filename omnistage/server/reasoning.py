@@ -73,51 +73,51 @@ class ReasoningReader:
     inside: bool = False
     over: bool = False
     """From here on all is the answer."""
-    _held: str = ""
+    _pending: str = ""
     _begun: bool = False
     """There has been reasoning, or some of the answer."""
 
     @property
     def passes(self) -> bool:
         """Whether the rest is the answer as it stands."""
-        return self.over and self._begun and not self._held
+        return self.over and self._begun and not self._pending
 
     def push(self, text: str) -> tuple[str, str]:
         """The reasoning and the text that this piece completes."""
-        self._held += text
+        self._pending += text
         reasoning = self._read_block() if not self.over else ""
         return reasoning, self._read_answer() if self.over else ""
 
     def end(self) -> tuple[str, str]:
         """What is left when the text is over."""
-        held, self._held = self._held, ""
+        rest, self._pending = self._pending, ""
         if self.over:
             return "", ""  # white space behind a block
-        return (held.strip() if not self._begun else held.rstrip(), "") if self.inside else ("", held)
+        return (rest.strip() if not self._begun else rest.rstrip(), "") if self.inside else ("", rest)
 
     def _read_block(self) -> str:
         if not self.inside:
-            start = self._held.lstrip()
+            start = self._pending.lstrip()
             if THINK_START.startswith(start[: len(THINK_START)]) and len(start) < len(THINK_START):
                 return ""  # it may become the beginning of a block
             self.inside = self.opened or start.startswith(THINK_START)
             if not self.inside:
                 self.over = self._begun = True
                 return ""
-            self._held = start.removeprefix(THINK_START)
-        before, end, after = self._held.partition(THINK_END)
+            self._pending = start.removeprefix(THINK_START)
+        before, end, after = self._pending.partition(THINK_END)
         if not self._begun:
             before = before.lstrip()
         if end:
-            self._held, self.over, self._begun = after, True, False
+            self._pending, self.over, self._begun = after, True, False
             return before.rstrip()
         ready = before[: len(before) - _overlap(before)].rstrip()
-        self._held = before[len(ready) :]
+        self._pending = before[len(ready) :]
         self._begun |= bool(ready)
         return ready
 
     def _read_answer(self) -> str:
-        text, self._held = self._held, ""
+        text, self._pending = self._pending, ""
         if self._begun:
             return text
         text = text.lstrip()
@@ -161,8 +161,8 @@ class ReasoningStream(OutputStream):
             return [chunk]
         reasoning, text = reader.push(chunk.text)
         if chunk.finish_reason is not None:
-            left = reader.end()
-            reasoning, text = reasoning + left[0], text + left[1]
+            rest = reader.end()
+            reasoning, text = reasoning + rest[0], text + rest[1]
         return [replace(chunk, text=text, reasoning=reasoning)]
 
     def _cut_off(self) -> list[OutputChunk]:
@@ -177,8 +177,8 @@ class ReasoningStream(OutputStream):
     def _split_final(self, final: OmniRequestOutput) -> OmniRequestOutput:
         for output in final.outputs:
             reader = ReasoningReader(self._block.opened)
-            pushed, left = reader.push(output.text), reader.end()
-            output.reasoning, output.text = pushed[0] + left[0], pushed[1] + left[1]
+            pushed, rest = reader.push(output.text), reader.end()
+            output.reasoning, output.text = pushed[0] + rest[0], pushed[1] + rest[1]
             if reader.inside:
                 ids, end = output.token_ids, self._block.end_token
                 final.usage.reasoning_tokens += ids.index(end) + 1 if end in ids else len(ids)

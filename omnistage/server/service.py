@@ -48,12 +48,12 @@ from omnistage.server.moderation.filtering import start_filtered
 from omnistage.server.moderation.filters import ContentFilter, FilterContext, RequestFilter
 from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, FILTERED, AuditFile, AuditRecord, is_tag
 from omnistage.server.observe.metrics import RequestMetrics
-from omnistage.server.observed import ObservedStream
 from omnistage.server.openai.chat.spoken import SpokenAnswers
 from omnistage.server.openai.files import FileStore
 from omnistage.server.openai.responses.store import ResponseStore
 from omnistage.server.openai.videos.jobs import JobStore, VideoJobs
 from omnistage.server.reasoning import ReasoningStream, plan_thinking
+from omnistage.server.request_stream import ObservedStream
 
 if TYPE_CHECKING:
     from omnistage.server.observe.tracing import Tracing
@@ -95,10 +95,10 @@ class ServedModel:
 
     def answers(self, params: ParamsLike) -> int:
         """How many texts or pictures a request with these parameters gives."""
-        given = params if isinstance(params, Mapping) else {}
+        mapping = params if isinstance(params, Mapping) else {}
         orchestrator, most = self.omni.orchestrator, 1
         for name in orchestrator.graph.order:
-            for each in (given.get(name), orchestrator.default_params[name]):
+            for each in (mapping.get(name), orchestrator.default_params[name]):
                 if isinstance(each, SamplingParams | DiffusionParams) and "n" in each.model_fields_set:
                     most = max(most, each.n)
                     break
@@ -186,9 +186,9 @@ class Service:
             if not health.available
         ]
 
-    def report_loading(self, name: str, doing: str, done: float) -> None:
+    def report_loading(self, name: str, doing: str, fraction: float) -> None:
         """Note how far a model is; called while it loads."""
-        self.loading_step = f"{name}: {doing}, {done:.0%} after {time.monotonic() - self._began:.0f} s"
+        self.loading_step = f"{name}: {doing}, {fraction:.0%} after {time.monotonic() - self._began:.0f} s"
 
     def add(self, name: str, omni: AsyncOmni) -> None:
         self.models[name] = ServedModel(name, omni)
@@ -215,8 +215,8 @@ class Service:
         model = self.models.get(name) or self.adapted(name)
         if model is None:
             # With keys, not everybody may see all models.
-            known = "/v1/models lists the models" if self.keyring.required else f"models: {', '.join(self.models)}"
-            raise ModelNotFoundError(f"there is no model {short_repr(name)}; {known}", param="model")
+            hint = "/v1/models lists the models" if self.keyring.required else f"models: {', '.join(self.models)}"
+            raise ModelNotFoundError(f"there is no model {short_repr(name)}; {hint}", param="model")
         return model
 
     def adapted(self, name: str) -> ServedModel | None:
@@ -277,12 +277,12 @@ class Service:
                 decode_for(self.owner_of(holder)),
             ):
                 note = partial(_note_admitted, record, request_id)
-                asked = (prompt, params, options, request_id, partial(call_soon, asyncio.get_running_loop(), note))
+                arguments = (prompt, params, options, request_id, partial(call_soon, asyncio.get_running_loop(), note))
                 if self._content_filter is None:
-                    stream = await model.omni.start(*asked)
+                    stream = await model.omni.start(*arguments)
                 else:
                     with self._filtered(self._content_filter, record, holder, model) as request_filter:
-                        stream = await start_filtered(request_filter, model.omni, *asked)
+                        stream = await start_filtered(request_filter, model.omni, *arguments)
             try:
                 observed = ObservedStream(stream, record, self, model.name)
                 yield observed if think_block is None else ReasoningStream(observed, think_block)
@@ -357,14 +357,15 @@ class Service:
     @contextlib.contextmanager
     def _room_for(self, model: ServedModel, answers: int, param: str) -> Iterator[None]:
         """Answers beyond the first have half of a model's room, all requests together: few could take all of it."""
-        limit, taken = model.omni.orchestrator.max_inflight, self._further[model.name]
+        limit, num_taken = model.omni.orchestrator.max_inflight, self._further[model.name]
         further, most = max(answers - 1, 0), limit // 2
         if answers > limit:
             raise LimitExceededError(f"{answers} answers are over the limit of {limit}", param=param)
-        if further and taken and taken + further > most:
+        if further and num_taken and num_taken + further > most:
             raise QueueFullError(
-                f"answers beyond the first of each request have {most} places together, and {taken} of them are taken; "
-                "try again later, or ask for fewer at once"
+                f"answers beyond the first of each request have {most} places together, and "
+                f"{num_taken} of them are taken; "
+                "try again later, or request fewer at once"
             )
         self._further[model.name] += further
         try:

@@ -129,7 +129,7 @@ def kept_across_requests(file: ParsedFile) -> Hits:
     if not file.is_shipped:
         return
     for owner in file.nodes(ast.ClassDef):
-        made: dict[str, ast.AST] = {}
+        caches: dict[str, ast.AST] = {}
         updated: set[str] = set()
         reset: set[str] = set()
         for function in _methods(owner):
@@ -138,11 +138,11 @@ def kept_across_requests(file: ParsedFile) -> Hits:
                     for target in targets(node):
                         name = _self_attribute(target)
                         if _KV.search(name) and _is_empty_cache(file, getattr(node, "value", None)):
-                            made[name] = node
+                            caches[name] = node
                     continue
                 _note_use(file, node, updated, reset)
-        for name in sorted((made.keys() & updated) - reset):
-            yield made[name], f"`{owner.name}.{name}` is filled by requests and never reset"
+        for name in sorted((caches.keys() & updated) - reset):
+            yield caches[name], f"`{owner.name}.{name}` is filled by requests and never reset"
 
 
 def _note_use(file: ParsedFile, node: ast.AST, updated: set[str], reset: set[str]) -> None:

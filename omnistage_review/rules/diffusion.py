@@ -33,9 +33,9 @@ def linear_timesteps(file: ParsedFile) -> Hits:
             continue
         places = node.targets if isinstance(node, ast.Assign) else [node.target]
         names = r"(all_)?timesteps?|time_steps|ts" if isinstance(node, ast.Assign) else r"t|ts|timestep|time_step"
-        named = [last_name(target) for target in places if re.fullmatch(names, last_name(target))]
+        matches = [last_name(target) for target in places if re.fullmatch(names, last_name(target))]
         scope = file.scope(node)
-        if not named or not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
+        if not matches or not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         owner = file.class_of(scope)
         if (owner is not None and "scheduler" in owner.name.lower()) or "timesteps" in scope.name:
@@ -44,9 +44,9 @@ def linear_timesteps(file: ParsedFile) -> Hits:
         steps = [inner for inner in calls if method(inner) == "step" and "scheduler" in ast.unparse(inner.func)]
         sets = [inner for inner in calls if method(inner) in ("set_timesteps", "retrieve_timesteps")]
         if isinstance(node, ast.For):
-            steps = [inner for inner in steps if any(last_name(item) == named[0] for item in inner.args)]
+            steps = [inner for inner in steps if any(last_name(item) == matches[0] for item in inner.args)]
         if steps and not sets:
-            yield node, f"`{named[0]}` is `{ast.unparse(value)[:60]}`, and the scheduler's own are not used"
+            yield node, f"`{matches[0]}` is `{ast.unparse(value)[:60]}`, and the scheduler's own are not used"
 
 
 def _branch(node: ast.expr) -> str:
@@ -105,6 +105,6 @@ def _swapped_chunks(file: ParsedFile) -> Hits:
             if method(call) in ("cat", "concat", "stack") and isinstance(call, ast.Call) and call.args:
                 parts = call.args[0].elts if isinstance(call.args[0], ast.List | ast.Tuple) else []
                 orders.append([_branch(item) for item in parts])
-        found = [item for item in orders if sorted(item) == ["cond", "uncond"]]
-        if found and all(item != order for item in found):
-            yield node, f"unpacked as ({', '.join(order)}), but concatenated as ({', '.join(found[0])})"
+        pairs = [item for item in orders if sorted(item) == ["cond", "uncond"]]
+        if pairs and all(item != order for item in pairs):
+            yield node, f"unpacked as ({', '.join(order)}), but concatenated as ({', '.join(pairs[0])})"

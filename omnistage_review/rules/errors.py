@@ -38,11 +38,11 @@ def assert_validation(file: ParsedFile) -> Hits:
         if any("jit" in name.rpartition(".")[2] for name in decorator_names(file, function)):
             continue  # a kernel's assertions are run by its compiler
         names = {item.arg for item in parameters(function)} - {"self", "cls"}
-        used = {inner.id for inner in ast.walk(node.test) if isinstance(inner, ast.Name)}
+        names_in_test = {inner.id for inner in ast.walk(node.test) if isinstance(inner, ast.Name)}
         # What the function has computed itself is an invariant rather than an argument.
-        if used & names and not used & file.once(_local_names, function):
-            shown = ", ".join(f"`{name}`" for name in sorted(used & names))
-            yield node, f"`{function.name}` checks its argument {shown} with assert"
+        if names_in_test & names and not names_in_test & file.once(_local_names, function):
+            names_text = ", ".join(f"`{name}`" for name in sorted(names_in_test & names))
+            yield node, f"`{function.name}` checks its argument {names_text} with assert"
 
 
 def _local_names(function: ast.AST) -> set[str]:

@@ -125,8 +125,8 @@ def _is_bounded(file: ParsedFile, name: str) -> bool:
     for node in file.nodes(ast.Delete):
         if any(isinstance(item, ast.Subscript) and last_name(item.value) == name for item in node.targets):
             return True
-    made = [target for node in file.assignments() for target in targets(node) if last_name(target) == name]
-    return len(made) > 1
+    assignments = [target for node in file.assignments() for target in targets(node) if last_name(target) == name]
+    return len(assignments) > 1
 
 
 @rule(
@@ -195,13 +195,15 @@ def _calls(file: ParsedFile, value: ast.expr, names: tuple[str, ...]) -> bool:
         return file.name(value.func) in names
     if not isinstance(value, ast.Name):
         return False
-    made = [node for node in walk_scope(file.scope(value)) if value.id in {last_name(item) for item in targets(node)}]
-    return bool(made) and all(
+    assignments = [
+        node for node in walk_scope(file.scope(value)) if value.id in {last_name(item) for item in targets(node)}
+    ]
+    return bool(assignments) and all(
         isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Call)
         and file.name(node.value.func) in names
         and literal(keyword(node.value, "stream")) is not True
-        for node in made
+        for node in assignments
     )
 
 

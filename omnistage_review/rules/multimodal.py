@@ -143,10 +143,10 @@ def _is_opened(file: ParsedFile, node: ast.expr) -> bool:
     scope = file.scope(node)
     if not isinstance(node, ast.Name) or any(method(inner) == "convert" for inner in walk_scope(scope)):
         return False
-    made = [inner for inner in walk_scope(scope) if node.id in {last_name(item) for item in targets(inner)}]
-    return bool(made) and all(
+    assignments = [inner for inner in walk_scope(scope) if node.id in {last_name(item) for item in targets(inner)}]
+    return bool(assignments) and all(
         isinstance(inner, ast.Assign) and isinstance(inner.value, ast.Call) and _is_opened(file, inner.value)
-        for inner in made
+        for inner in assignments
     )
 
 

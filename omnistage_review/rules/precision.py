@@ -78,12 +78,12 @@ def _assigned_half(file: ParsedFile, call: ast.Call, operand: ast.expr) -> bool:
 
 def _assignments(scope: ast.AST) -> dict[str, list[ast.Assign]]:
     """The assignments of a scope by name, in the order of their lines."""
-    found: dict[str, list[ast.Assign]] = {}
+    assignments: dict[str, list[ast.Assign]] = {}
     nodes = [node for node in walk_scope(scope) if isinstance(node, ast.Assign)]
     for node in sorted(nodes, key=lambda node: node.lineno):
         for target in node.targets:
-            found.setdefault(last_name(target), []).append(node)
-    return found
+            assignments.setdefault(last_name(target), []).append(node)
+    return assignments
 
 
 @rule(

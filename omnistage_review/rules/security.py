@@ -71,8 +71,8 @@ def _assigned_from_config(file: ParsedFile, node: ast.expr) -> bool:
         return False
     for inner in walk_scope(file.scope(node)):
         if isinstance(inner, ast.Assign | ast.NamedExpr) and inner.lineno <= node.lineno:
-            named = {last_name(item) for target in targets(inner) for item in ast.walk(target)}
-            if node.id in named and not isinstance(inner.value, ast.Name) and _assigned_from_config(file, inner.value):
+            names = {last_name(item) for target in targets(inner) for item in ast.walk(target)}
+            if node.id in names and not isinstance(inner.value, ast.Name) and _assigned_from_config(file, inner.value):
                 return True
     return False
 
@@ -168,8 +168,8 @@ def _is_validated(file: ParsedFile, call: ast.AST, name: str) -> bool:
     """Whether the mapping is given whole to a call, which then may check it."""
     for node in walk_scope(file.scope(call)):
         if isinstance(node, ast.Call):
-            given = [*node.args, *(word.value for word in node.keywords)]
-            if any(isinstance(item, ast.Name) and item.id == name for item in given) and method(node) not in (
+            arguments = [*node.args, *(word.value for word in node.keywords)]
+            if any(isinstance(item, ast.Name) and item.id == name for item in arguments) and method(node) not in (
                 "len",
                 "print",
             ):

@@ -345,7 +345,7 @@ def _check_read_aloud(info: RequestInfo, text: str) -> None:
     if info.modalities != {Modality.AUDIO}:
         raise InvalidRequestError(
             f"a last assistant message named {READ_ALOUD!r} is spoken verbatim and gives audio only; "
-            "ask for audio alone, or give the message another name",
+            "request audio alone, or give the message another name",
             param="modalities",
         )
     if len(text) > MAX_READ_ALOUD_CHARACTERS:

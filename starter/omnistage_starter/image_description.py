@@ -82,15 +82,15 @@ def _image(pixels: np.ndarray) -> Image.Image:
 
 def _quotable(lines: list[str]) -> list[str]:
     """Lines to quote in a chat, within the limit of characters: without quotes and marks of a chat template."""
-    kept, room = [], _MAX_CHARACTERS
+    words, room = [], _MAX_CHARACTERS
     for line in lines:
         plain = line.replace('"', "'").replace("<|", "< |").replace("|>", "| >")
         if len(plain) > room:
-            kept += [f"{plain[:room]}..."] if room else []
+            words += [f"{plain[:room]}..."] if room else []
             break
-        kept.append(plain)
+        words.append(plain)
         room -= len(plain)
-    return kept
+    return words
 
 
 def _present(folder: Path, names: tuple[str, ...]) -> bool:

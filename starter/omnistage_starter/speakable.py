@@ -35,7 +35,7 @@ def speakable(text: str) -> str:
     text = _NUMBERED.sub(r"\1, ", text)
     text = re.sub(r"(?<=[\w)])[ \t]*\*[ \t]*(?=\d)|(?<=\d)[ \t]+\*[ \t]+(?=\w)", " times ", text)
     text = re.sub(r"[ \t]*\|[ \t]*", ", ", text)
-    text = "".join(_spoken(character) for character in text)
+    text = "".join(_name_of(character) for character in text)
     text = _MANY_DIGITS.sub(lambda match: " ".join(match[0].replace(",", "")), text)
     text = _REPEATED.sub(lambda match: "..." if match[1] == "." and len(match[0]) > 2 else match[1], text)
     text = re.sub(r"[ \t]+(?=[.,;:!?])", "", text)
@@ -43,7 +43,7 @@ def speakable(text: str) -> str:
     return "\n".join(line for line in lines if _LETTER_OR_DIGIT.search(line))
 
 
-def _spoken(character: str) -> str:
+def _name_of(character: str) -> str:
     """The character or its replacement: white space where the voice cannot speak it."""
     if character.isascii():
         keep = character.isalnum() or character in _SPOKEN_MARKS or character == "\n"

@@ -68,7 +68,7 @@ def run(runner: ModelRunner, *, cases: int = 3, seed: int = 0, progress: Progres
     report("the engine's images", 0.5)
     conditions = [_condition(prompt, result) for prompt, result in zip(prompts, theirs, strict=True)]
     params = [DiffusionParams(steps=_STEPS, guidance=_GUIDANCE, seed=seed + number) for number in range(cases)]
-    alone = [run_draw(runner, [each], [asked])[0] for each, asked in zip(conditions, params, strict=True)]
+    alone = [run_draw(runner, [each], [param])[0] for each, param in zip(conditions, params, strict=True)]
     together = run_draw(runner, conditions, params)
     report("diffusers", 0.75)
     loop = ReferenceLoop(draw_folder(folder))

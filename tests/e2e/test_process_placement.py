@@ -125,7 +125,7 @@ def test_pictures_are_the_same_in_two_processes(tmp_path: Path) -> None:
 
 def test_a_group_that_cannot_be_built_says_why_and_leaves_no_process(load: Callable[..., EngineParts]) -> None:
     before = {child.pid for child in psutil.Process().children()}
-    with pytest.raises(ConfigError, match="cuda:99 was asked for") as failure:
+    with pytest.raises(ConfigError, match="cuda:99 was requested") as failure:
         load("deployment.placement.voice.stages=[token2wav]", "deployment.placement.voice.devices=[cuda:99]")
     assert failure.value.param == "pipeline.stages.token2wav.device"
     assert {child.pid for child in psutil.Process().children()} <= before

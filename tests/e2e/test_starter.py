@@ -228,7 +228,7 @@ def test_a_text_is_read_aloud_verbatim(omni: Omni) -> None:
 def test_reading_aloud_gives_audio_only(omni: Omni) -> None:
     aloud = omni.processor.read_aloud("These very words.")  # type: ignore[union-attr]
     for asked in (["text"], ["text", "audio"], ["audio", "image"], ["text", "audio", "image"]):
-        with pytest.raises(InvalidRequestError, match="ask for audio alone") as refused:
+        with pytest.raises(InvalidRequestError, match="request audio alone") as refused:
             answered(omni, aloud, modalities=asked)
         assert refused.value.param == "modalities"
 

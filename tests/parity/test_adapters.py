@@ -300,5 +300,5 @@ def test_recurrent_layers_themselves_take_no_adapters(tmp_path: Path) -> None:
 
 def test_a_model_that_runs_its_own_forward_takes_no_adapters(tmp_path: Path) -> None:
     component = OwnForwardLM(make_model("BloomConfig", n_head=6, num_key_value_heads=None))
-    with pytest.raises(ConfigError, match="not in a flattened batch, and takes no adapters"):
+    with pytest.raises(ConfigError, match="not in a flattened batch, and does not support adapters"):
         ARStage("thinker", component, ARBudget(kv_blocks=16, block_size=8), library_of(tmp_path, ["one"]))

@@ -128,7 +128,7 @@ def test_a_multi_label_classifier_answers_moderations(server: Running) -> None:
         ("/v1/embeddings", {"model": "encoder", "input": ["a", 1]}, "input", "must be a text"),
         ("/v1/embeddings", {"model": "encoder", "input": "word " * 200}, "input[0]", "takes 64"),
         ("/v1/embeddings", {"model": "encoder", "input": ["a"] * 2049}, "input", "2048"),
-        ("/v1/embeddings", {"model": "encoder", "input": "a", "size": 1}, "size", "no such field"),
+        ("/v1/embeddings", {"model": "encoder", "input": "a", "size": 1}, "size", "unknown field"),
         ("/v1/score", {"model": "classifier", "text_1": "a", "text_2": "b"}, "model", "3 classes"),
         ("/v1/score", {"model": "encoder", "text_1": ["a", "b"], "text_2": ["c"] * 3}, "text_1", "as many"),
         ("/v1/moderations", {"model": "cross_encoder", "input": "a"}, "model", "harmless"),

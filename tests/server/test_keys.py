@@ -59,7 +59,7 @@ def test_no_key_or_a_wrong_one_is_401(guarded: Running, header: str | None) -> N
 def test_a_stranger_is_told_before_the_body_is_read(guarded: Running) -> None:
     host, port = guarded.url.removeprefix("http://").split(":")
     for path in ("/v1/completions", "/v1/images/edits"):
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
             head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
             connection.sendall(head.encode())  # and no byte of the body
             assert connection.recv(100).startswith(b"HTTP/1.1 401")

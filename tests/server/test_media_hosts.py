@@ -354,7 +354,7 @@ def test_a_host_that_hangs_is_left(site: Site, lookup: Lookup) -> None:
     lookup(media_example_org=[HERE])
     with pytest.raises(MediaError, match=r"within 0\.3 seconds"):
         load_bytes(f"http://{HOST}:{site.port}/hangs", limits(site, url_timeout_seconds=0.3))
-    assert site.handler.left.wait(10)
+    assert site.handler.left.wait(60)
 
 
 def test_a_name_server_that_hangs_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -399,7 +399,7 @@ TURNS = "session.audio.input.turn_detection"
         ({"turn_detection": {"type": "server_vad", "idle_timeout_ms": 5}}, f"{TURNS}.idle_timeout_ms", "not supported"),
         ({"prompt": {"id": "x"}}, "session.prompt", "not supported"),
         ({"truncation": {"type": "retention_ratio"}}, "session.truncation", "'auto' or 'disabled'"),
-        ({"temprature": 1}, "session.temprature", "no such field"),
+        ({"temprature": 1}, "session.temprature", "unknown field"),
     ],
 )
 def test_errors_name_the_clients_field_and_none_of_our_classes(update: dict[str, Any], param: str, words: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from omnistage.omni import AsyncOmni
 from omnistage.pipeline.outputs import OutputChunk
-from omnistage.server.observed import ObservedStream
+from omnistage.server.request_stream import ObservedStream
 from tests.server.harness import SERVE_LIMITS, make
 from tests.server.realtime_client import TEXT, said, text_of, until_event
 from tests.server.test_tools import TOOLS

@@ -94,7 +94,7 @@ class Client:
 
     def close(self) -> None:
         self.loop.stop(drain=False)
-        assert self.loop.join(10)
+        assert self.loop.join(60)
         self.stage.close()
 
 
@@ -127,7 +127,7 @@ def client(server: FakeServer) -> Iterator[Client]:
         ("500", 502, "failed with status 500"),
         ("401", 502, "refused this service's API key"),
         ("404", 502, "no such model or endpoint; check url and model"),
-        ("503", 503, "takes no requests for now; try again later"),
+        ("503", 503, "accepts no requests at the moment; try again later"),
         ("504", 504, "gave up waiting"),
         ("400", 400, "refused the request: the reason"),
         ("413", 413, "shorten it"),

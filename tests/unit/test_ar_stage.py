@@ -421,7 +421,7 @@ def payload_of(count: int) -> ARInput:
         (ARInput((1, 2), embeds=torch.zeros(2, 63)), InvalidRequestError, r"\[2, 64\], got \[2, 63\]"),
         (ARInput((1, 2), embeds=torch.zeros(2)), InvalidRequestError, r"\[2, 64\], got \[2\]"),
         (ARInput((1, 2), positions=torch.arange(3)), InvalidRequestError, "3 of 2"),
-        (ARInput((1, 2), streaming=True), InvalidRequestError, "no streaming"),
+        (ARInput((1, 2), streaming=True), InvalidRequestError, "support streaming"),
     ],
 )
 def test_input_that_can_never_run_is_refused_and_leaves_nothing_behind(

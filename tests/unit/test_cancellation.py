@@ -143,22 +143,22 @@ def test_a_thread_with_a_share_of_a_core_rests_after_its_work(monkeypatch: pytes
 
 def test_a_thread_is_started_while_all_others_work(threads: DaemonThreads) -> None:
     meet = threading.Barrier(2)
-    jobs = [threads.submit(meet.wait, 10) for _ in range(2)]
-    assert sorted(job.result(10) for job in jobs) == [0, 1]
-    assert threads.submit(threading.get_ident).result(10)
+    jobs = [threads.submit(meet.wait, 60) for _ in range(2)]
+    assert sorted(job.result(60) for job in jobs) == [0, 1]
+    assert threads.submit(threading.get_ident).result(60)
     meet.reset()  # both threads are idle: two jobs still run side by side
-    assert sorted(job.result(10) for job in [threads.submit(meet.wait, 10) for _ in range(2)]) == [0, 1]
+    assert sorted(job.result(60) for job in [threads.submit(meet.wait, 60) for _ in range(2)]) == [0, 1]
 
 
 def test_work_of_one_owner_leaves_half_of_the_threads_to_others() -> None:
     pool, go = DaemonThreads(2, "test"), threading.Event()
-    held = [pool.submit_for("ann", go.wait, 10) for _ in range(4)]
-    assert pool.submit_for("bob", lambda: 1).result(10) == 1
-    assert pool.submit(lambda: 2).result(10) == 2
+    held = [pool.submit_for("ann", go.wait, 60) for _ in range(4)]
+    assert pool.submit_for("bob", lambda: 1).result(60) == 1
+    assert pool.submit(lambda: 2).result(60) == 2
     assert not any(job.done() for job in held)
     pool.shutdown()  # what is queued still runs
     go.set()
-    assert all(job.result(10) for job in held)
+    assert all(job.result(60) for job in held)
 
 
 def test_what_a_job_raises_is_raised_where_it_is_awaited_and_the_thread_lives_on(threads: DaemonThreads) -> None:
@@ -169,27 +169,27 @@ def test_what_a_job_raises_is_raised_where_it_is_awaited_and_the_thread_lives_on
         raise SystemExit(3)
 
     with pytest.raises(LookupError):
-        threads.submit(fail).result(10)
+        threads.submit(fail).result(60)
     # An event loop that awaits this would end if it were SystemExit itself.
     with pytest.raises(InternalError, match="SystemExit"):
-        threads.submit(leave).result(10)
-    assert threads.submit(lambda: 1).result(10) == 1
+        threads.submit(leave).result(60)
+    assert threads.submit(lambda: 1).result(60) == 1
 
 
 def test_after_shutdown_nothing_is_taken_and_what_was_queued_still_runs() -> None:
     pool, go = DaemonThreads(1, "test"), threading.Event()
-    first, second = pool.submit(go.wait, 10), pool.submit(lambda: 2)
+    first, second = pool.submit(go.wait, 60), pool.submit(lambda: 2)
     pool.shutdown()
     with pytest.raises(RuntimeError, match="shutdown"):
         pool.submit(lambda: 3)
     go.set()
-    assert first.result(10)
-    assert second.result(10) == 2
+    assert first.result(60)
+    assert second.result(60) == 2
 
 
 def test_a_job_that_is_cancelled_in_the_queue_leaves_it_with_its_data() -> None:
     pool, go = DaemonThreads(1, "test"), threading.Event()
-    first = pool.submit(go.wait, 10)
+    first = pool.submit(go.wait, 60)
     body = {"a body"}
     data = weakref.ref(body)
     job = pool.submit(len, body)
@@ -198,11 +198,11 @@ def test_a_job_that_is_cancelled_in_the_queue_leaves_it_with_its_data() -> None:
     assert job.cancel()
     assert job.cancel()  # again
     assert data() is None
-    assert job in wait([job], timeout=10).done
+    assert job in wait([job], timeout=60).done
     last = pool.submit(lambda: 3)
     go.set()
-    assert first.result(10)
-    assert last.result(10) == 3
+    assert first.result(60)
+    assert last.result(60) == 3
     pool.shutdown()
 
 
@@ -211,8 +211,8 @@ def test_a_result_that_is_kept_does_not_keep_what_it_was_made_from() -> None:
     data = weakref.ref(body)
     job = pool.submit(len, body)
     del body
-    assert job.result(10) == 1
-    assert pool.submit(lambda: 2).result(10) == 2  # the thread is done with the first
+    assert job.result(60) == 1
+    assert pool.submit(lambda: 2).result(60) == 2  # the thread is done with the first
     assert data() is None
     pool.shutdown()
 
@@ -222,14 +222,14 @@ def test_what_is_dropped_at_the_shutdown_is_cancelled() -> None:
 
     def work() -> bool:
         begun.set()
-        return go.wait(10)
+        return go.wait(60)
 
     first, second = pool.submit(work), pool.submit(lambda: 2)
-    assert begun.wait(10)
+    assert begun.wait(60)
     pool.shutdown(cancel_futures=True)
     assert second.cancelled()
     go.set()
-    assert first.result(10)
+    assert first.result(60)
 
 
 def test_where_no_thread_can_be_started_others_take_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,13 +242,13 @@ def test_where_no_thread_can_be_started_others_take_the_work(monkeypatch: pytest
         patch.setattr(threading.Thread, "start", fail)
         with pytest.raises(RuntimeError, match="can't start"):
             pool.submit(lambda: 1)
-    first = pool.submit(go.wait, 10)
+    first = pool.submit(go.wait, 60)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fail)
         second = pool.submit(lambda: 2)
     go.set()
-    assert second.result(10) == 2
-    assert first.result(10)
+    assert second.result(60) == 2
+    assert first.result(60)
     pool.shutdown()
 
 
@@ -270,19 +270,25 @@ async def test_work_runs_in_the_callers_context() -> None:
 
 @in_loop
 async def test_the_deadline_ends_the_wait_and_reaches_the_thread() -> None:
-    seen, cancellation = Future[str](), Cancellation(time.monotonic() + 0.05)
+    for seconds in (0.05, 0.5, 5.0, 50.0):  # again with more where no thread had begun by then
+        began, seen, cancellation = threading.Event(), Future[str](), Cancellation(time.monotonic() + seconds)
 
-    def work() -> None:
-        try:
-            while True:
-                cancellation.check()
-                time.sleep(0.005)
-        except DeadlineExceededError:
-            seen.set_result("deadline")
-            raise
+        def work(
+            began: threading.Event = began, seen: Future[str] = seen, cancellation: Cancellation = cancellation
+        ) -> None:
+            began.set()
+            try:
+                while True:
+                    cancellation.check()
+                    time.sleep(0.005)
+            except DeadlineExceededError:
+                seen.set_result("deadline")
+                raise
 
-    with pytest.raises(DeadlineExceededError):
-        await prepare(work, cancellation, Lane.LONG)
+        with pytest.raises(DeadlineExceededError):
+            await prepare(work, cancellation, Lane.LONG)
+        if began.is_set():
+            break
     assert await asyncio.wrap_future(seen) == "deadline"
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from omnistage.engines.ageing import AGEING_STEPS
 from omnistage.engines.codec.component import CodecLayout
-from omnistage.engines.codec.costs import CostModel
+from omnistage.engines.codec.costs import CostModel, Pace
 from omnistage.engines.codec.requests import SchedulerOutput
 from omnistage.engines.codec.scheduler import CodecScheduler
 
@@ -222,6 +222,29 @@ def test_a_batch_leaves_time_for_a_player_whose_codes_are_still_to_come() -> Non
         assert list(emitted(run(scheduler))) == batch
 
 
+class ExactCosts(CostModel):
+    """1/16 s and 1/64 s for each block: times that floating point has no error in."""
+
+    def seconds(self, blocks: int) -> float:
+        return 1 / 16 + blocks / 64
+
+
+def test_a_player_that_a_batch_serves_just_in_time_is_not_behind() -> None:
+    scheduler = playing({"a": 1.0, "b": 9.0})
+    scheduler.costs = ExactCosts()
+    scheduler._requests["a"].dry_at = scheduler.costs.seconds(5)  # a window of 2 blocks, 2 before and 1 ahead
+    assert list(emitted(run(scheduler))) == ["a"]
+
+
+def test_a_player_whose_window_must_begin_as_the_batch_ends_is_not_late() -> None:
+    scheduler = playing({"a": 1.0, "b": 1.5, "starved": 2.0})
+    scheduler.costs = costs = ExactCosts()
+    starved = scheduler._requests["starved"]
+    starved.codes = starved.codes[:9]
+    starved.dry_at = costs.seconds(5) + costs.seconds(scheduler.blocks(scheduler._codes_for_next(starved)))
+    assert list(emitted(run(scheduler))) == ["a"]
+
+
 def test_a_new_listener_comes_before_players_with_much_to_play_and_after_others() -> None:
     for dry_in, first in ((3.0, "new"), (0.1, "old")):
         scheduler = playing({"old": dry_in}, block=1.0)
@@ -243,6 +266,22 @@ def test_first_sound_waits_until_what_follows_is_expected_in_time() -> None:
     for blocks in (2, 20):
         scheduler.costs.observe(blocks, 0.2 * blocks)
     assert scheduler.release() == []  # two windows of 2 blocks take 0.8 s
+    now = 1.9375
+    assert scheduler.release() == []
+    now = 2.0  # the longest that sound may be held back
+    assert scheduler.release() == ["a", "b"]
+
+
+def test_first_sound_goes_out_once_what_follows_has_the_device_for_itself() -> None:
+    scheduler = CodecScheduler(replace(LAYOUT, mixed_windows=True), Limits(max_hold_seconds=2.0), clock=lambda: 0.0)
+    for name in "ab":
+        scheduler.add(name, None)
+        scheduler.extend(name, range(30), final=False)
+    scheduler.update(scheduler.schedule(), (), {"a": 0.6, "b": 0.6})
+    scheduler.costs = CostModel()
+    for blocks in (2, 20):
+        scheduler.costs.observe(blocks, 0.2 * blocks)
+    assert scheduler.release() == []
     scheduler.remove("b")
     assert scheduler.release() == ["a"]
     assert scheduler.playing("a")
@@ -352,6 +391,18 @@ def test_first_windows_wait_a_moment_for_those_of_listeners_who_came_almost_toge
     scheduler.extend("c", range(2), final=False)
     assert scheduler.has_work()
     assert set(emitted(scheduler.schedule())) == {"b", "c"}
+
+
+@pytest.mark.parametrize(("codes", "waits"), [(2, True), (1, False)])
+def test_a_first_window_waits_for_listeners_whose_codes_come_within_the_moment(codes: int, waits: bool) -> None:
+    """Four codes come in 60 ms: one who lacks as many is waited for, one who lacks five is not."""
+    scheduler = CodecScheduler(LAYOUT, Limits(), clock=lambda: 0.0)
+    scheduler.pace = Pace(free_codes=100, free_seconds=1.5, beside_codes=100, beside_seconds=15.0)
+    scheduler.costs.observe(2, 0.1)
+    for name, count in (("ready", 6), ("next", codes)):
+        scheduler.add(name, None)
+        scheduler.extend(name, range(count), final=False)
+    assert scheduler.has_work() is not waits
 
 
 def test_first_sound_does_not_wait_for_long() -> None:

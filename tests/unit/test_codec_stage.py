@@ -24,7 +24,7 @@ from omnistage.core.types import (
     StageInput,
 )
 from omnistage.engines.codec import CodecComponent, CodecLayout, CodecStage, Window
-from omnistage.engines.codec.receptive import Conv, Parallel, Transposed, frame_context
+from omnistage.engines.codec.receptive_field import Conv, Parallel, Transposed, frame_context
 from omnistage.pipeline.engine_stage import engine_stage
 
 BUDGET = SimpleNamespace(
@@ -311,7 +311,7 @@ def test_first_sound_is_held_back_until_more_follows_in_time_and_no_longer_than_
     assert stage.has_work()
     assert audio(stage.step(), "slow") == [1, 1, 1, 1]
     stage.abort("slow")
-    assert stage._held == {}
+    assert stage._pending_samples == {}
 
 
 def test_a_vocoder_that_is_to_give_text_is_refused() -> None:

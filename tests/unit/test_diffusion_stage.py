@@ -32,7 +32,7 @@ from omnistage.core.types import (
 from omnistage.engines.diffusion.component import Denoiser, EncodeJob, Lane, LatentDecoder, PromptEncoder, Row, Tensors
 from omnistage.engines.diffusion.decode import DecodeStage
 from omnistage.engines.diffusion.encode import EncodeStage, PromptCache, job_key
-from omnistage.engines.diffusion.runner import _moved
+from omnistage.engines.diffusion.runner import _to_device
 from omnistage.engines.diffusion.stage import DenoiseStage
 
 STARTED, STOP, ERROR = None, FinishReason.STOP, FinishReason.ERROR
@@ -1067,7 +1067,7 @@ def test_a_condition_moves_to_the_device_whole() -> None:
     one = torch.zeros(2)
     guided = Condition({"a": one}, {"a": one}, {"b": one}, 8, 8)
     for condition in (guided, replace(guided, negative=None)):
-        moved = _moved(condition, torch.device("meta"))
+        moved = _to_device(condition, torch.device("meta"))
         tensors = [*moved.positive.values(), *(moved.negative or {}).values(), *moved.shared.values()]
         assert {tensor.device.type for tensor in tensors} == {"meta"}
         assert (moved.negative is None, moved.width) == (condition.negative is None, 8)

@@ -33,7 +33,7 @@ from omnistage.media.image_output import ImageOutput, read_metadata
 from omnistage.media.limits import MediaLimits
 from omnistage.media.video_output import VideoOutput
 from omnistage.pipeline.messages.drawing import parse_drawing
-from omnistage.pipeline.output import OutputAssembler, OutputBuffer
+from omnistage.pipeline.output_assembler import OutputAssembler, OutputBuffer
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Trace, Usage
 from omnistage.pipeline.request import spread
 

@@ -217,7 +217,7 @@ def test_blocks_hold_nearly_twice_the_tokens_and_the_plan_knows_it(folder: Path)
 def test_models_that_keep_their_keys_elsewhere_are_refused_by_name(change: dict[str, object], reason: str) -> None:
     component = object.__new__(CausalLM)
     component.spec = replace(SPEC, **change)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=f"CausalLM takes no kv_dtype: float8.*{reason}"):
+    with pytest.raises(ConfigError, match=f"CausalLM does not support kv_dtype: float8.*{reason}"):
         effective_budget(component, ARBudget(kv_dtype="float8"))
 
 

@@ -20,7 +20,7 @@ from omnistage.cli.options import ModelOptions
 from omnistage.cli.terminal import Terminal
 from omnistage.core.cancellation import current_cancellation
 from omnistage.core.types import Modality
-from omnistage.pipeline.output import OutputBuffer
+from omnistage.pipeline.output_assembler import OutputBuffer
 from omnistage.pipeline.outputs import OutputChunk
 from tests.unit.chat_harness import FakeOmni, make
 
@@ -132,7 +132,7 @@ def test_a_lock_that_is_being_taken_back_is_not_left_half_way() -> None:
         waiting.wait(30)
         with buffer._lock:  # the one who waits is woken, and needs the lock to go on
             buffer._items.append(OutputChunk("r", Modality.TEXT, text="x"))
-            buffer._arrived.notify()
+            buffer._has_items.notify()
             signal.pthread_kill(main, signal.SIGINT)
 
     thread = threading.Thread(target=produce)

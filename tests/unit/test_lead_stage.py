@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from omnistage.config import LimitsConfig
-from omnistage.config.names import graph_of
+from omnistage.config.graph import graph_of
 from omnistage.config.schema import PipelineConfig
 from omnistage.core.errors import (
     BridgeError,

@@ -246,13 +246,13 @@ def test_a_reader_of_statistics_that_is_late_does_not_replace_the_last_ones() ->
         stats = count()
         if threading.current_thread() is reader:
             counted.set()
-            ended.wait(10)
+            ended.wait(60)
         return stats
 
     rig.stage.stats = slow  # type: ignore[method-assign]
     reader = threading.Thread(target=rig.loop.stats)
     reader.start()
-    counted.wait(10)
+    counted.wait(60)
     rig.loop.stop(drain=False)
     ended.set()
     reader.join()

@@ -304,7 +304,7 @@ def test_a_hold_may_be_collected_in_the_middle_of_any_call(moment: int) -> None:
     hold.reserve(20)
     hold.release(20)
     others.clear()
-    assert (pool.held, dict(pool._owned)) == (0, {})
+    assert (pool.held, dict(pool._held_by_owner)) == (0, {})
 
 
 def test_freed_memory_goes_back_to_the_system_soon(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -344,6 +344,41 @@ def test_a_request_in_time_leaves_no_deadline_behind() -> None:
     pipeline.orchestrator.check_idle()
 
 
+def test_a_request_that_is_aborted_while_it_is_admitted_leaves_no_deadline_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between its admission and its timer another thread may end it; nobody would discard that timer."""
+
+    class AbortedFirst:
+        """A lock that another thread gets first, and aborts the request."""
+
+        def __init__(self, run: RequestRun) -> None:
+            self.inner, run.lock = run.lock, self  # type: ignore[assignment]
+            self.run, self.waiting = run, True
+
+        def __enter__(self) -> None:
+            if self.waiting:
+                self.waiting = False
+                pipeline.orchestrator.cancel(self.run)
+            self.inner.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.inner.release()
+
+    def admitted(*args: object) -> RequestRun:
+        run = RequestRun(*args)  # type: ignore[arg-type]
+        AbortedFirst(run)
+        return run
+
+    monkeypatch.setattr("omnistage.pipeline.orchestrator.RequestRun", admitted)
+    pipeline = Pipeline()
+    sink = pipeline.submit(timeout=5.0)
+    pipeline.run()
+    assert sink.final.finish_reason is FinishReason.ABORT
+    assert pipeline.calls("thinker") == []
+    pipeline.orchestrator.check_idle()
+
+
 @pytest.mark.parametrize("reason", [FinishReason.DEADLINE, FinishReason.ABORT])
 def test_a_stage_may_end_a_request_by_its_deadline_itself(reason: FinishReason) -> None:
     pipeline = Pipeline()

@@ -12,7 +12,7 @@ import pytest
 from omnistage.core.errors import InternalError, ShutdownError
 from omnistage.core.types import AudioChunk, FinishReason, TokenLogprob, TokenLogprobs
 from omnistage.pipeline.loop_threads import LoopThread
-from omnistage.pipeline.output import OutputBuffer
+from omnistage.pipeline.output_assembler import OutputBuffer
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
 from tests.unit.fakes import AUDIO, TEXT, Pipeline, Recorder, make_graph
 

@@ -426,7 +426,7 @@ def test_closing_ends_a_process_that_is_being_started_and_refuses_checks(tmp_pat
         eventually(lambda: voices.group._replicas._starting is not None)
         worker = voices.group._replicas._starting
         assert worker is not None
-    assert worker.host.wait(10) is not None
+    assert worker.host.wait(60) is not None
     with pytest.raises(ShutdownError):  # and nobody waits for an answer that nobody gives
         voices.group.check("talker", params=SamplingParams())
 

@@ -7,6 +7,8 @@ import random
 import threading
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -27,9 +29,15 @@ from omnistage.core.errors import InternalError, InvalidRequestError, StageError
 from omnistage.core.params import SamplingParams, StructuredOutput
 from omnistage.engines.ar.sampling.batch import BatchPlan
 from omnistage.engines.ar.sampling.device_selection import DeviceSelector
-from omnistage.engines.ar.sampling.processors import mix, uniform, uniforms
+from omnistage.engines.ar.sampling.processors import _RESIDUAL, _Places, mix, uniform, uniforms
 from omnistage.engines.ar.sampling.sampler import Sampled, Sampler
-from omnistage.engines.ar.sampling.selection import UNCOVERED, TokenSelector, _Filters, _Weigher
+from omnistage.engines.ar.sampling.selection import (
+    MAX_FAST_TOP_K,
+    UNCOVERED,
+    TokenSelector,
+    counts_to_look_at,
+    is_filtered,
+)
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
@@ -86,6 +94,18 @@ def test_residual_codes_have_numbers_of_their_own_request_and_step() -> None:
     sampler.sample(torch.zeros(2, 8), ["cool", "warm"])
     later = sampler.residual_numbers(["cool"], 3, None)
     assert len(np.unique(np.concatenate((together[1:, 1], later[1:, 0])))) == 6
+    assert later[1:, 0].tolist() == [uniform(mix(1) ^ _RESIDUAL, 3 + code) for code in range(3)]
+
+
+def test_random_numbers_are_those_of_splitmix64() -> None:
+    """The first outputs of the reference implementation for the seed 1234567."""
+    expected = (6457827717110365317, 3203168211198807973, 9817491932198370423)
+    assert [uniform(1234567, step) for step in range(3)] == [(value >> 11) * 2.0**-53 for value in expected]
+
+
+def test_without_being_told_it_samples_where_the_logits_are() -> None:
+    assert Sampler(8, CPU, on_host=None)._arrays.host
+    assert not Sampler(8, torch.device("meta"), on_host=None)._arrays.host
 
 
 # ------------------------------------------------------------------------------------------------- greedy
@@ -233,6 +253,28 @@ def test_penalties_count_beside_a_row_that_has_none() -> None:
     assert steps == [[0, 0], [0, 1], [0, 0]]
 
 
+def test_each_penalised_row_counts_its_own_tokens_in_its_own_place() -> None:
+    """Three that are penalised, behind one whose logits are changed by something else."""
+    sampler = Sampler(4, CPU)
+    sampler.add("biased", params(temperature=0.0, logit_bias={3: 0.1}), [])
+    penalised = {f"p{i}": params(temperature=0.0, frequency_penalty=0.3) for i in range(3)}
+    for key, each in penalised.items():
+        sampler.add(key, each, [])
+    rows = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 0.8, 0.0, 0.0], [0.0, 1.0, 0.8, 0.0], [0.8, 0.0, 0.0, 1.0]])
+    steps = [[s.token_id for s in sampler.sample(rows, ["biased", *penalised])] for _ in range(4)]
+    assert steps == [[0, 0, 1, 3], [0, 1, 2, 0], [0, 0, 1, 3], [0, 1, 2, 0]]
+
+
+def test_the_places_of_penalised_tokens_are_as_many_as_the_tokens() -> None:
+    """However often one is sampled: a long output of few tokens costs no more than a short one."""
+    places = _Places([np.array([0, 1, 0, 0], dtype=np.int32), np.zeros(4, dtype=np.int32)], [0, 2])
+    for ids in ([1, 9, 3], [2, 9, 3], [2, 9, 3], [1, 9, 0]):
+        places.add(np.array(ids))
+    assert sorted(places.in_stack.tolist()) == [1, 2, 4, 7]
+    assert places.stack.tolist() == [[0, 3, 2, 0], [1, 0, 0, 3]]
+    assert sorted(zip(places.row.tolist(), places.in_part.tolist(), strict=True)) == [(0, 1), (0, 2), (1, 8), (1, 11)]
+
+
 def test_repetition_penalty_divides_positive_and_multiplies_negative_logits() -> None:
     assert one(torch.tensor([2.0, 1.1, -9.0]), params(temperature=0.0, repetition_penalty=2.0), [0]) == 1
     assert one(torch.tensor([-1.0, -1.9, -9.0]), params(temperature=0.0, repetition_penalty=2.0), [0]) == 1
@@ -343,21 +385,49 @@ def test_all_ways_to_select_agree() -> None:
     shapes = [params(**{"temperature": 1.0, **shape}) for shape in SHAPES if shape.get("temperature") != 0.0]
     for dtype in (torch.float32, torch.bfloat16):
         x = (torch.randn(len(shapes), 9000) * 2.5).to(dtype).float()
-        selector, on_device = TokenSelector(shapes, 9000), DeviceSelector(shapes, 9000, CPU)
+        *few, everything = (TokenSelector(shapes, 9000, attempt) for attempt in range(3))
+        on_device = DeviceSelector(shapes, 9000, CPU)
         for _ in range(25):
             u = torch.rand(len(shapes), dtype=torch.float64)
-            whole = selector.select(x, u.tolist(), attempt=2)
+            whole = everything.select(x, u.tolist())
             assert min(whole) >= 0
-            for attempt in (0, 1):
-                found = selector.select(x, u.tolist(), attempt=attempt)
-                assert all(token in (UNCOVERED, right) for token, right in zip(found, whole, strict=True))
+            for selector in few:
+                ids = selector.select(x, u.tolist())
+                assert all(token in (UNCOVERED, right) for token, right in zip(ids, whole, strict=True))
             assert on_device.select(x, u).tolist() == whole
 
 
 def test_top_k_says_how_many_tokens_are_looked_at_first() -> None:
-    filters = _Filters([params(top_k=5), params(top_p=0.9)], 32000, _Weigher(32000))
-    assert filters._counts(0).tolist() == [5, 128]
-    assert filters._counts(1).tolist() == [4096, 4096]
+    limits = np.array([5, MAX_FAST_TOP_K, MAX_FAST_TOP_K + 1, 32000])
+    assert counts_to_look_at(limits, 0).tolist() == [5, MAX_FAST_TOP_K, 128, 128]
+    assert counts_to_look_at(limits, 1).tolist() == [4096] * 4
+
+
+@pytest.mark.parametrize(
+    ("values", "filters"),
+    [
+        ({"top_k": 10}, False),
+        ({"top_k": 0}, False),
+        ({"top_k": 9}, True),
+        ({"top_p": 1.0}, False),
+        ({"top_p": 0.99}, True),
+        ({"min_p": 0.0}, False),
+        ({"min_p": 0.01}, True),
+    ],
+)
+def test_a_filter_that_keeps_every_token_is_none(values: dict[str, object], filters: bool) -> None:
+    assert is_filtered(params(**values), 10) is filters
+
+
+def test_tokens_that_tie_only_once_scaled_are_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third likeliest is not among the two that are looked at first, and equals the second by its temperature."""
+    second, temperature = np.float32(1.901), np.float32(0.95)
+    third = np.nextafter(second, np.float32(0))
+    assert second / temperature == third / temperature
+    logits = torch.full((32_000,), -9.0)
+    logits[[7, 5, 2]] = torch.tensor([2.0, float(second), float(third)])
+    fix_random_number(monkeypatch, 0.0)
+    assert one(logits, params(top_k=2, temperature=float(temperature))) == 2
 
 
 def test_few_candidates_settle_a_peaked_row() -> None:
@@ -404,13 +474,13 @@ def test_numbers_for_many_streams_are_those_of_each() -> None:
 
 def test_a_row_that_is_not_settled_is_looked_at_more_widely_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = []
-    select = TokenSelector.select
+    initialise = TokenSelector.__init__
 
-    def recorded(self: TokenSelector, x: torch.Tensor, u: Sequence[float], *, attempt: int = 0) -> list[int]:
-        attempts.append((attempt, len(x)))
-        return select(self, x, u, attempt=attempt)
+    def recorded(self: TokenSelector, params: Sequence[SamplingParams], vocab_size: int, attempt: int = 0) -> None:
+        attempts.append((attempt, len(params)))
+        initialise(self, params, vocab_size, attempt)
 
-    monkeypatch.setattr(TokenSelector, "select", recorded)
+    monkeypatch.setattr(TokenSelector, "__init__", recorded)
     fix_random_number(monkeypatch, 0.999)
     logits = torch.stack([torch.arange(20_000.0), torch.arange(20_000) * 1e-4])
     sampler = Sampler(20_000, CPU, on_host=True)
@@ -608,7 +678,7 @@ def test_logprobs_with_most_of_the_vocabulary_ruled_out() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("vocab", [600, 6000])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_row_that_is_not_finite_fails_alone(shape: dict[str, object], vocab: int, bad: float) -> None:
+def test_a_row_that_is_not_finite_fails_alone(shape: dict[str, object], vocab: int, bad: float, path: bool) -> None:
     torch.manual_seed(0)
     logits = torch.randn(3, vocab)
     logits[1] = -math.inf if bad == -math.inf else logits[1]
@@ -620,7 +690,8 @@ def test_a_row_that_is_not_finite_fails_alone(shape: dict[str, object], vocab: i
         warnings.simplefilter("error")
         a, b, c = sampler.sample(logits, ["a", "b", "c"])
     assert isinstance(b.error, StageError)
-    assert "NaN" in b.error.message if math.isnan(bad) else "infinite" in b.error.message
+    what = ("NaN" if math.isnan(bad) else "infinite") if path else "NaN or infinite"  # nothing is read again there
+    assert b.error.message == f"the model returned {what} logits"
     assert b.token_id == -1
     for i, (row, sampled) in enumerate(((0, a), (2, c))):
         assert sampled == Sampled(one(logits[row], params(seed=(0, 2)[i], **shape)))
@@ -783,12 +854,58 @@ def test_a_grammar_is_compiled_when_it_is_checked(compiler: OneTokenCompiler) ->
     assert compiler.compiled == ["7"]
 
 
+def test_the_token_after_which_a_grammar_begins_is_one_of_the_vocabulary(compiler: OneTokenCompiler) -> None:
+    sampler = Sampler(10, CPU, tokenizer=Letters(), eos_token_ids=[0])  # type: ignore[arg-type]
+    for token, allowed in ((9, True), (10, False)):
+        constrained = params(structured={"regex": "7", "after_token": token})
+        with nullcontext() if allowed else pytest.raises(InvalidRequestError, match="outside the vocabulary") as caught:
+            sampler.check(constrained)
+        assert allowed or caught.value.param == "structured.after_token"
+
+
 def test_a_grammar_needs_a_token_that_can_end_it(compiler: OneTokenCompiler) -> None:
     sampler = Sampler(10, CPU, tokenizer=Letters())  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="no end token"):
         sampler.check(only(7))
     sampler.check(only(7, stop_token_ids=(2,)))
     assert compiler.compiled == ["7"]
+
+
+@dataclass
+class Mask:
+    """As much of a grammar's state as its mask's readiness needs."""
+
+    ready: bool
+    prepared: bool = False
+    """`prepare` makes it ready at once."""
+    slow: bool = False
+
+    def prepare(self) -> bool:
+        self.ready = self.ready or self.prepared
+        return self.ready
+
+
+def test_rows_whose_masks_do_not_come_within_the_wait_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[list[Mask]] = []
+
+    def wait(masks: list[Mask]) -> None:
+        waits.append(list(masks))
+        masks[0].ready = True
+
+    monkeypatch.setattr("omnistage.engines.ar.sampling.grammar_state.await_masks", wait)
+    sampler = Sampler(10, CPU)
+    masks = {"ready": Mask(True), "quick": Mask(False, prepared=True), "soon": Mask(False), "late": Mask(False)}
+    sampler.constrained.update(masks)  # type: ignore[arg-type]
+    assert sampler.late(["free", "ready", "quick"]) == frozenset()
+    assert waits == []
+    assert sampler.late(["free", "soon", "late", "ready"]) == {"late"}
+    assert waits == [[masks["soon"], masks["late"]]]
+
+
+def test_rows_whose_last_mask_took_long_are_slow() -> None:
+    sampler = Sampler(10, CPU)
+    sampler.constrained.update({"slow": Mask(True, slow=True), "fast": Mask(True)})  # type: ignore[arg-type]
+    assert sampler.slow(["free", "fast", "slow"]) == {"slow"}
 
 
 def test_a_stage_without_text_says_that_it_takes_no_grammar() -> None:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from omnistage.core.errors import InternalError
 from omnistage.engines.ar.block_pool import BlockPool
-from omnistage.engines.ar.scheduler import Scheduler, SchedulerOutput, SequenceState
+from omnistage.engines.ar.scheduler import MIN_UNCUT_TOKENS, Scheduler, SchedulerOutput, SequenceState
 
 SLOW_MACHINE = [HealthCheck.too_slow]
 
@@ -253,6 +253,53 @@ def test_where_pairs_stay_together_no_prompt_is_cut_before_its_last_token_or_aft
         counts.append(output.batch[0].count)
     assert sum(counts) == length
     assert 1 not in counts[1:]
+
+
+@pytest.mark.parametrize("length", range(1, 14))
+def test_two_prompts_that_share_a_budget_are_not_cut_so_either(length: int) -> None:
+    """What the first leaves may be a single token, which the second cannot take then."""
+    scheduler = Scheduler(
+        BlockPool(32, 2, prefix_caching=False), max_batch_tokens=5, max_running=2, prefill_chunk=4, cut_pairs=False
+    )
+    counts: dict[str, list[int]] = {"a": [], "b": []}
+    for key in counts:
+        scheduler.add(SequenceState(key, 0.0, [0] * length, length))
+    while any(sum(each) < length for each in counts.values()):
+        output = scheduler.schedule()
+        scheduler.commit(output)
+        for item in output.batch:
+            if item.start < length:  # not a token after the prompt
+                counts[item.key].append(item.count)
+    for each in counts.values():
+        assert sum(each) == length
+        assert min(each) > 0
+        assert 1 not in each[1:]
+
+
+def test_the_least_budget_for_uncut_pairs_is_enough_and_one_less_is_not() -> None:
+    def first_counts(budget: int) -> list[int]:
+        pool = BlockPool(16, 2, prefix_caching=False)
+        scheduler = Scheduler(pool, max_batch_tokens=budget, max_running=1, cut_pairs=False)
+        scheduler.add(SequenceState("a", 0.0, [0] * 7, 7))
+        counts = []
+        for _ in range(7):
+            output = scheduler.schedule()
+            scheduler.commit(output)
+            counts += [item.count for item in output.batch]
+        return counts
+
+    assert sum(first_counts(MIN_UNCUT_TOKENS)) >= 7
+    assert sum(first_counts(MIN_UNCUT_TOKENS - 1)) < 7
+
+
+def test_a_token_that_could_not_be_sampled_runs_again() -> None:
+    scheduler = Scheduler(BlockPool(8, 2), max_batch_tokens=16, max_running=2)
+    scheduler.add(SequenceState("a", 0.0, [0, 1, 1], 3))
+    scheduler.commit(scheduler.schedule(), {"a"})
+    output = scheduler.schedule()
+    assert batch(output) == [("a", 2, 1, True)]
+    scheduler.commit(output)
+    assert batch(scheduler.schedule()) == [("a", 3, 1, True)]  # the one that has not been read
 
 
 def test_prompts_and_generated_tokens_share_a_batch() -> None:

@@ -405,7 +405,7 @@ def test_a_chain_of_references_is_followed() -> None:
 
 @pytest.mark.parametrize("schema", LARGE, ids=range(len(LARGE)))
 def test_large_and_cyclic_schemas_are_checked_in_time(schema: Schema) -> None:
-    began = time.process_time()
+    began = time.thread_time()
     with contextlib.suppress(InvalidRequestError):
         check_schema(schema, "p")
-    assert time.process_time() - began < 2.0  # some milliseconds; comparing all pairs would take minutes
+    assert time.thread_time() - began < 2.0  # some milliseconds; comparing all pairs would take minutes

@@ -249,6 +249,18 @@ def test_a_thread_survives_what_a_stage_raises_beside_its_steps(call: str, fault
     assert all(loop.ended for loop in pipeline.orchestrator._loops.values())
 
 
+def until_called(pipeline: Pipeline, stage: str, call: str) -> None:
+    pause = threading.Event()
+    while call not in pipeline.calls(stage):
+        pause.wait(0.005)
+
+
+def let_deadline_pass(pipeline: Pipeline, request_id: str) -> None:
+    """Give a running request a deadline that has passed: the timer's thread ends it."""
+    orchestrator = pipeline.orchestrator
+    orchestrator._timer.add(0.0, orchestrator._runs[request_id])
+
+
 @pytest.mark.parametrize("call", ["submit", "feed", "abort", "step", "has_work", "wait_limit"])
 def test_requests_in_a_call_that_hangs_end_at_their_deadline_and_others_go_on(call: str) -> None:
     pipeline = Pipeline(threads=True)
@@ -260,7 +272,12 @@ def test_requests_in_a_call_that_hangs_end_at_their_deadline_and_others_go_on(ca
         if call == "wait_limit":  # it is asked when the stage rests after a request
             pipeline.submit("before").wait()
             assert hang.entered.wait(30)
-        spoken = pipeline.submit("spoken", timeout=0.2)
+        spoken = pipeline.submit("spoken")
+        if call == "abort":
+            until_called(pipeline, "talker", "submit")
+        else:
+            assert hang.entered.wait(30)
+        let_deadline_pass(pipeline, "spoken")
         assert spoken.wait().finish_reason is FinishReason.DEADLINE
         assert hang.entered.wait(30)
         assert pipeline.submit("text", modalities=(TEXT,)).wait().finish_reason is FinishReason.STOP
@@ -290,14 +307,14 @@ def test_a_sink_that_hangs_holds_up_neither_deadlines_nor_aborts() -> None:
         else:
             hang()
 
-    request = pipeline.request("stuck", timeout=0.2, modalities=(AUDIO,))
+    request = pipeline.request("stuck", modalities=(AUDIO,))
     pipeline.orchestrator.submit(request, sink)
     assert hang.entered.wait(30)
+    let_deadline_pass(pipeline, "stuck")
     # The vocoder's thread is in that sink; requests for text alone run, and deadlines count.
-    assert (
-        pipeline.submit("other", tokens=10**6, timeout=0.3, modalities=(TEXT,)).wait().finish_reason
-        is FinishReason.DEADLINE
-    )
+    other = pipeline.submit("other", tokens=10**6, modalities=(TEXT,))
+    let_deadline_pass(pipeline, "other")
+    assert other.wait().finish_reason is FinishReason.DEADLINE
     assert finals == []
     hang.go.set()
     pipeline.orchestrator.check_idle()

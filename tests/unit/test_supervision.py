@@ -258,12 +258,20 @@ def test_a_stage_whose_thread_machinery_breaks_is_failed_for_good(monkeypatch: p
     pipeline.orchestrator.shutdown()
 
 
+def begin_earlier(pipeline: Pipeline, stage: str, seconds: float = 3600.0) -> None:
+    """Let the step that a stage is in have begun so much earlier, however long it has really taken."""
+    loop = pipeline.orchestrator._loops[stage]
+    assert loop.turn_started is not None
+    loop.turn_started -= seconds
+
+
 def test_a_step_that_takes_too_long_is_reported_once_with_its_stack(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(supervision, "WARM_UP_FACTOR", 1)
     monkeypatch.setattr(supervision, "HUNG_FACTOR", 10**6)
-    pipeline = Pipeline(threads=True, max_step_seconds=0.5)
+    monkeypatch.setattr(supervision, "_CHECK_SECONDS", (0.01, 0.05))
+    pipeline = Pipeline(threads=True, max_step_seconds=60.0)
     hang = Hang()
 
     def step_in_another_thread() -> None:  # as a stage that runs a whole pipeline does
@@ -274,6 +282,7 @@ def test_a_step_that_takes_too_long_is_reported_once_with_its_stack(
     pipeline.stages["talker"].before_step = step_in_another_thread
     spoken = pipeline.submit("spoken")
     assert hang.entered.wait(30)
+    begin_earlier(pipeline, "talker")
     pause = threading.Event()
     while pipeline.orchestrator.health()["talker"].overdue is None:
         pause.wait(0.01)
@@ -297,10 +306,13 @@ def test_a_step_that_is_not_expected_to_end_ends_the_requests_that_need_its_stag
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supervision, "WARM_UP_FACTOR", 1)
-    pipeline = Pipeline(threads=True, max_step_seconds=0.2)
+    monkeypatch.setattr(supervision, "_CHECK_SECONDS", (0.01, 0.05))
+    pipeline = Pipeline(threads=True, max_step_seconds=60.0)
     hang = Hang()
     pipeline.stages["talker"].before_step = hang
     spoken = pipeline.submit("spoken")
+    assert hang.entered.wait(30)
+    begin_earlier(pipeline, "talker")
     error = spoken.wait().error
     assert isinstance(error, StageUnavailableError)
     assert "'talker' hangs; restart the service" in str(error)

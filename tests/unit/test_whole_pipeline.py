@@ -41,7 +41,7 @@ from omnistage.core.types import (
     StageInput,
     VideoChunk,
 )
-from omnistage.engines.diffusion.whole import OnStep, VideoWithAudio, WholePipeline, WholeStage
+from omnistage.engines.diffusion.whole_pipeline import OnStep, VideoWithAudio, WholePipeline, WholeStage
 from omnistage.hf import transformers
 from omnistage.models._diffusers import tiny
 from omnistage.models._diffusers.loading import diffusers

@@ -39,8 +39,8 @@ def delta(module: nn.Module, low: torch.Tensor) -> torch.Tensor:
         weights = table[: low.shape[0]].view(-1, *(1,) * (low.ndim - 2), 1, slots, 1)
     each = low.unflatten(-1, (parts, slots, rank))  # type: ignore[no-untyped-call]
     # Not a product alone: another request's adapter may have overflowed in this row, and 0 x inf is NaN.
-    used = torch.where(weights != 0, each * weights, 0)
-    return nn.functional.linear(used.flatten(-3), module.adapter_up)  # type: ignore[arg-type]
+    weighted = torch.where(weights != 0, each * weights, 0)
+    return nn.functional.linear(weighted.flatten(-3), module.adapter_up)  # type: ignore[arg-type]
 
 
 def add_delta(module: nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
@@ -154,15 +154,17 @@ class AdapterLayers:
         linears = {name: (module, shape) for name, module, shape in self._linears() if module not in left_out}
         suitable = set(linears)
         for count in _PROBED_TOKENS if self.by_token else _PROBED_PICTURES:
-            seen: dict[str, bool] = {}
+            fits_by_name: dict[str, bool] = {}
 
-            def note(name: str, args: tuple[Any, ...], count: int = count, seen: dict[str, bool] = seen) -> None:
+            def note(
+                name: str, args: tuple[Any, ...], count: int = count, fits_by_name: dict[str, bool] = fits_by_name
+            ) -> None:
                 shape: tuple[int, ...] = tuple(args[0].shape) if args and isinstance(args[0], torch.Tensor) else ()
                 if self.by_token:
                     rows = len(shape) in (2, 3) and shape[-2] == count and shape[:-2] in ((), (1,))
                 else:
                     rows = len(shape) >= 2 and shape[0] == count
-                seen[name] = seen.get(name, True) and rows
+                fits_by_name[name] = fits_by_name.get(name, True) and rows
 
             handles = [
                 module.register_forward_pre_hook(lambda _module, args, name=name, note=note: note(name, args))
@@ -173,7 +175,7 @@ class AdapterLayers:
             finally:
                 for handle in handles:
                     handle.remove()
-            suitable &= {name for name, fits in seen.items() if fits}
+            suitable &= {name for name, fits in fits_by_name.items() if fits}
         return {name: shape for name, (_module, shape) in linears.items() if name in suitable}
 
     def fitted(self, layer: str, path: str, pair: LoraPair) -> LoraPair:
@@ -197,8 +199,8 @@ class AdapterLayers:
         """
         library = self.library
         slots, rank = library.limits.slots, library.fix_rank()
-        wanted = set(map(_numbered, library.layers()))
-        names = [name for name in self.shapes if library.limits.at_run_time or _numbered(name) in wanted]
+        library_layers = set(map(_numbered, library.layers()))
+        names = [name for name in self.shapes if library.limits.at_run_time or _numbered(name) in library_layers]
         products: dict[nn.Module, list[tuple[str, int, int]]] = {}
         for name, module, (_inputs, outputs) in self._linears():
             if name not in names:
@@ -273,12 +275,12 @@ class AdapterLayers:
             down = place.module.adapter_down[start : start + rank]  # type: ignore[index]
             up = place.module.adapter_up[place.first : place.first + place.outputs, start : start + rank]  # type: ignore[index]
             pair = pairs.get(name)
-            used = 0 if pair is None else len(pair.down)
+            pair_rank = 0 if pair is None else len(pair.down)
             if pair is not None:
-                down[:used].copy_(pair.down)
-                up[:, :used].copy_(pair.up)
-            down[used:].zero_()
-            up[:, used:].zero_()
+                down[:pair_rank].copy_(pair.down)
+                up[:, :pair_rank].copy_(pair.up)
+            down[pair_rank:].zero_()
+            up[:, pair_rank:].zero_()
 
     @torch.inference_mode()
     def select(self, rows: Rows) -> None:

@@ -97,9 +97,9 @@ class AdapterLibrary:
         self._read = read
         with self._lock:
             self._cache.clear()
-            known = set(self._adapters)
+            names = set(self._adapters)
         for name, source in self._configured.items():
-            if name not in known:
+            if name not in names:
                 self.load(name, source)
         self._configured = {}  # they are like others now
 
@@ -154,25 +154,25 @@ class AdapterLibrary:
 
     # ---------------------------------------------------------------------------------------------- requests
 
-    def select(self, wanted: tuple[AdapterWeight, ...]) -> Selection:
+    def select(self, weights: tuple[AdapterWeight, ...]) -> Selection:
         """What a request asks for. Raises the client's error; tensors that are not in host memory are read."""
-        if not wanted:
+        if not weights:
             return NOTHING
         with self._lock:
-            adapters = [(each, self._adapters.get(each.name)) for each in wanted]
-        chosen: list[tuple[Adapter, float]] = []
+            adapters = [(each, self._adapters.get(each.name)) for each in weights]
+        selected: list[tuple[Adapter, float]] = []
         salt = hashlib.blake2b(digest_size=16)
         for each, adapter in adapters:
             if adapter is None:
                 raise _unknown(each.name, "lora")
             self.pairs(adapter)
-            chosen.append((adapter, each.weight))
-        for digest, weight in sorted((adapter.digest, weight) for adapter, weight in chosen):
+            selected.append((adapter, each.weight))
+        for digest, weight in sorted((adapter.digest, weight) for adapter, weight in selected):
             salt.update(digest + struct.pack("<d", weight))
-        selection = Selection(tuple(chosen), salt.digest())
+        selection = Selection(tuple(selected), salt.digest())
         if len(selection.digests) > self.limits.slots:
             raise AdapterError(
-                f"{len(wanted)} adapters in one request are over the {self.limits.slots} that stage {self.stage!r} "
+                f"{len(weights)} adapters in one request are over the {self.limits.slots} that stage {self.stage!r} "
                 "holds at once; use fewer or raise deployment.adapter_slots",
                 param="lora",
             )
@@ -231,11 +231,11 @@ class AdapterLibrary:
         return rank
 
 
-def select(library: AdapterLibrary | None, stage: str, wanted: tuple[AdapterWeight, ...]) -> Selection:
+def select(library: AdapterLibrary | None, stage: str, weights: tuple[AdapterWeight, ...]) -> Selection:
     """What a request to a stage asks for; most stages have no adapters."""
     if library is not None:
-        return library.select(wanted)
-    if wanted:
+        return library.select(weights)
+    if weights:
         raise AdapterError(f"stage {stage!r} has no adapters; configure deployment.adapters", param="lora")
     return NOTHING
 

@@ -24,7 +24,7 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 """Fields that say how an adapter was trained, or that its keys say again."""
-_REFUSED = {
+_UNSUPPORTED = {
     "use_dora": "DoRA changes the norms of weights, which cannot be mixed within a batch",
     "modules_to_save": "whole modules are replaced; merge the adapter into a checkpoint of its own",
     "trainable_token_indices": "rows of the embedding are replaced; merge the adapter into a checkpoint of its own",
@@ -48,16 +48,16 @@ def read_peft(files: AdapterFiles, scale: float) -> dict[str, LoraPair]:
 def read_pairs(tensors: Mapping[str, torch.Tensor], config: Mapping[str, object], scale: float) -> dict[str, LoraPair]:
     """The pairs of tensors with PEFT's names."""
     check_config(config)
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    tensors_of: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         match = _KEY.fullmatch(key)
         if match is None:
             raise AdapterError(_unknown_key(key))
         path = match[1].removeprefix(_PREFIX)
-        if match[2] in found.setdefault(path, {}):
+        if match[2] in tensors_of.setdefault(path, {}):
             raise AdapterError(f"{key} is there twice, with and without a name of the adapter")
-        found[path][match[2]] = tensor
-    return {path: _pair(path, pair, config, scale) for path, pair in found.items()}
+        tensors_of[path][match[2]] = tensor
+    return {path: _pair(path, pair, config, scale) for path, pair in tensors_of.items()}
 
 
 def _unknown_key(key: str) -> str:
@@ -86,7 +86,7 @@ def check_config(config: Mapping[str, object]) -> None:
     for name, value in config.items():
         if not value or name in _READ or name in _WITHOUT_EFFECT or name == "bias":
             continue
-        reason = _REFUSED.get(name, "this version of Omnistage does not know what it does")
+        reason = _UNSUPPORTED.get(name, "this version of Omnistage does not know what it does")
         raise AdapterError(f"adapter_config.json sets {name}, which is not supported: {reason}")
 
 

@@ -25,8 +25,8 @@ def open_adapters(library: AdapterLibrary | None, component: ARComponent, name: 
         return None
     if component.spec.own_state is not None or component.spec.grouped:
         raise ConfigError(
-            f"stage {name!r} runs its model as it is in transformers, not in a flattened batch, and takes no adapters; "
-            "remove deployment.adapters",
+            f"stage {name!r} runs its model as it is in transformers, not in a flattened batch, and does not "
+            "support adapters; remove deployment.adapters",
             param="deployment.adapters",
         )
     layers = AdapterLayers(
@@ -41,16 +41,16 @@ def open_adapters(library: AdapterLibrary | None, component: ARComponent, name: 
     words = _WORDS | {name}
 
     def read(files: AdapterFiles, scale: float) -> Pairs:
-        fitted: dict[str, LoraPair] = {}
+        pairs: dict[str, LoraPair] = {}
         for path, pair in read_peft(files, scale).items():
             layer = target_of(path, layers.shapes, words)
             if layer is None:
                 hint = "; those of recurrent layers are none, train it on the others" * bool(component.spec.states)
                 raise AdapterError(f"{path} is no linear layer of stage {name!r} that adapters can change{hint}")
-            if layer in fitted:
+            if layer in pairs:
                 raise AdapterError(f"{path} names a layer that another key names, too")
-            fitted[layer] = layers.fitted(layer, path, pair)
-        return fitted
+            pairs[layer] = layers.fitted(layer, path, pair)
+        return pairs
 
     library.open(read)
     return layers

@@ -106,16 +106,16 @@ class BlockPool:
 
     def check(self, owners: Iterable[Sequence[int]]) -> None:
         """Raise unless references, free list and hashes agree with the block tables of all `owners`."""
-        counted = [0] * self.num_blocks
+        references = [0] * self.num_blocks
         for table in owners:
             if len(set(table)) != len(table):
                 raise InternalError("a block is in one table twice")
             for block in table:
-                counted[block] += 1
-        if counted != self._references:
-            wrong = [b for b in range(self.num_blocks) if counted[b] != self._references[b]]
+                references[block] += 1
+        if references != self._references:
+            wrong = [b for b in range(self.num_blocks) if references[b] != self._references[b]]
             raise InternalError(f"blocks leaked or double-owned: {wrong[:8]}")
-        if set(self._free) != {b for b in range(self.num_blocks) if counted[b] == 0}:
+        if set(self._free) != {b for b in range(self.num_blocks) if references[b] == 0}:
             raise InternalError("the free list does not match the reference counts")
         if {h: b for b, h in self._hash_of.items()} != self._block_of:
             raise InternalError("the hash tables disagree")

@@ -266,4 +266,4 @@ class ARComponent(ABC):
 
     def final_side_rows(self) -> torch.Tensor:
         """Rows `[k, side_size]` that follow the upstream's last one; the last of them serves all further tokens."""
-        raise StageError(f"{type(self).__name__} takes no side rows")
+        raise StageError(f"{type(self).__name__} does not support side rows")

@@ -102,7 +102,7 @@ class _Captured:  # pragma: no cover  (needs CUDA; tests/gpu)
         paged = PagedContext(runner.backend, slots, self.attention.plan)
         no_media = torch.zeros(size, 1, dtype=torch.bool, device=device)
         # The graph reads their memory at every replay, and nothing else would keep it from being given away.
-        self._kept = no_media, predict
+        self._references = no_media, predict
         trash = runner.emit_pool.shape[0] - 1 if runner.emit_pool is not None else 0
 
         def step() -> StepTensors:

@@ -31,17 +31,17 @@ class GroupRunner(Runner):
             groups.setdefault(kind, []).append(number)
         logits: dict[int, torch.Tensor] = {}
         for numbers in groups.values():
-            got = self._forward_group([batch[number] for number in numbers])
-            logits.update(zip(numbers, got, strict=True))
+            output = self._forward_group([batch[number] for number in numbers])
+            logits.update(zip(numbers, output, strict=True))
         sampled = [logits[number] for number, item in enumerate(batch) if item.sample]
         return StepTensors(torch.stack(sampled) if sampled else None, None, None)
 
     def _forward_group(self, items: Sequence[ScheduledSequence]) -> torch.Tensor:
         rows = [self._rows[item.key] for item in items]
         device, count = self.component.device, items[0].count
-        known = np.stack([r.tokens[item.start : item.start + count] for r, item in zip(rows, items, strict=True)])
-        unread = np.flatnonzero(known[:, -1] == UNREAD)
-        ids = upload(known, device)
+        token_ids = np.stack([r.tokens[item.start : item.start + count] for r, item in zip(rows, items, strict=True)])
+        unread = np.flatnonzero(token_ids[:, -1] == UNREAD)
+        ids = upload(token_ids, device)
         if len(unread):
             sampled = upload(np.array([rows[place].sampled_row for place in unread]), device)
             ids[upload(unread, device), -1] = self.last_ids[sampled].clamp(min=0)

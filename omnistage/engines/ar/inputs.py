@@ -21,11 +21,11 @@ class ContentKeys:
     def __init__(self, payload: ARInput) -> None:
         self._spans = [(span.key, sorted(span.positions.tolist())) for span in payload.media]
         self._delta = payload.position_delta
-        known = payload.positions
+        positions = payload.positions
         length = len(payload.token_ids)
-        self._positions = np.arange(length)[None] if known is None else np.atleast_2d(known.cpu().numpy())
+        self._positions = np.arange(length)[None] if positions is None else np.atleast_2d(positions.cpu().numpy())
         self._length = self._positions.shape[1]
-        self._plain = known is None and not self._delta
+        self._plain = positions is None and not self._delta
 
     def __call__(self, start: int, end: int) -> list[bytes]:
         parts: list[bytes] = []
@@ -35,8 +35,8 @@ class ContentKeys:
                 parts.append(key + first.to_bytes(4, "little") + (rows[first] - start).to_bytes(4, "little"))
         if not self._plain:
             generated = np.arange(max(start, self._length), end) + self._delta
-            known = self._positions[:, start:end]
-            parts.append(np.concatenate((known, np.tile(generated, (len(known), 1))), axis=1).tobytes())
+            positions = self._positions[:, start:end]
+            parts.append(np.concatenate((positions, np.tile(generated, (len(positions), 1))), axis=1).tobytes())
         return parts
 
 
@@ -59,4 +59,4 @@ def check_payload(payload: ARInput, component: ARComponent) -> None:
         if not length <= count <= length + (payload.num_tokens or 0):
             raise InvalidRequestError(f"positions for {count} of {length} prompt tokens")
     if payload.streaming and not spec.side_input:
-        raise InvalidRequestError("this stage takes no streaming side input")
+        raise InvalidRequestError("this stage does not support streaming side input")

@@ -31,7 +31,7 @@ from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.graphs import graph_shapes
 from omnistage.engines.ar.group import Group
 from omnistage.engines.ar.packed_linear import merge_as_planned, packed_copies, packs
-from omnistage.engines.ar.scheduler import LEAST_UNCUT
+from omnistage.engines.ar.scheduler import MIN_UNCUT_TOKENS
 from omnistage.engines.peak_memory import META, peak_bytes, weight_bytes
 from omnistage.engines.quantisation.experts import expansion_bytes
 
@@ -91,8 +91,8 @@ def effective_budget(component: ARComponent, budget: ARBudget) -> ARBudget:
         _check_float8(component)
     if own is None:
         if component.spec.states:
-            tokens = max(budget.max_batch_tokens, LEAST_UNCUT)
-            chunk = None if budget.prefill_chunk is None else max(budget.prefill_chunk, LEAST_UNCUT)
+            tokens = max(budget.max_batch_tokens, MIN_UNCUT_TOKENS)
+            chunk = None if budget.prefill_chunk is None else max(budget.prefill_chunk, MIN_UNCUT_TOKENS)
             return budget.model_copy(update={"max_batch_tokens": tokens, "prefill_chunk": chunk, **_NOT_SHARED})
         return budget.model_copy(update={"cuda_graphs": False}) if component.spec.grouped else budget
     running = 1 if own.alone else min(budget.max_running, OWN_RUNNING)
@@ -113,7 +113,7 @@ def _check_float8(component: ARComponent) -> None:
         reason = "it has no attention"
     if reason is not None:
         raise ConfigError(
-            f"{type(component).__name__} takes no kv_dtype: float8, because {reason}; leave kv_dtype out",
+            f"{type(component).__name__} does not support kv_dtype: float8, because {reason}; leave kv_dtype out",
             param="budget.kv_dtype",
         )
 

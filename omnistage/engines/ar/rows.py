@@ -40,7 +40,7 @@ class SequenceRows:
     media_rows: torch.Tensor | None = None
     side: list[torch.Tensor] = field(default_factory=list)
     side_final: bool = False
-    _owned: int = 0
+    _num_own_side_rows: int = 0
     """Side rows that are copies of its own."""
     emitted: int = 0
     sampled_row: int = 0
@@ -109,8 +109,8 @@ class SequenceRows:
         known_length = self.prompt_length if self.positions is None else self.positions.shape[1]
         split = min(max(known_length, start), end)
         if split > start:
-            known = self.positions
-            out[:, : split - start] = np.arange(start, split) if known is None else known[:, start:split]
+            positions = self.positions
+            out[:, : split - start] = np.arange(start, split) if positions is None else positions[:, start:split]
         if end > split:
             out[:, split - start :] = np.arange(split, end) + self.payload.position_delta
 
@@ -118,9 +118,9 @@ class SequenceRows:
 
     def sync_blocks(self, blocks: Sequence[int], block_size: int) -> None:
         """Take over blocks appended since the last call."""
-        known = len(self.table)
-        if len(blocks) > known:
-            new = np.asarray(blocks[known:], dtype=np.int64)
+        num_blocks = len(self.table)
+        if len(blocks) > num_blocks:
+            new = np.asarray(blocks[num_blocks:], dtype=np.int64)
             self.table = np.concatenate((self.table, new.astype(np.int32)))
             fresh = (new[:, None] * block_size + np.arange(block_size)[None, :]).reshape(-1)
             self.slots = np.concatenate((self.slots, fresh))
@@ -137,14 +137,17 @@ class SequenceRows:
 
     def may_borrow(self, rows: torch.Tensor) -> bool:
         """Whether more rows can be fed without `own_side_rows`."""
-        return len(self.side) - self._owned < _MAX_BORROWED and rows.untyped_storage().nbytes() <= _MAX_BORROWED_BYTES
+        return (
+            len(self.side) - self._num_own_side_rows < _MAX_BORROWED
+            and rows.untyped_storage().nbytes() <= _MAX_BORROWED_BYTES
+        )
 
     def own_side_rows(self) -> None:
         """Copy the side rows that came last, so that the upstream's memory is free again: a row's tensor is shared by
         all requests of a step."""
-        if self._owned < len(self.side):
-            self.side[self._owned :] = torch.stack(self.side[self._owned :]).unbind(0)
-            self._owned = len(self.side)
+        if self._num_own_side_rows < len(self.side):
+            self.side[self._num_own_side_rows :] = torch.stack(self.side[self._num_own_side_rows :]).unbind(0)
+            self._num_own_side_rows = len(self.side)
 
     def side_row(self, index: int) -> torch.Tensor:
         """The row for the generated token at sequence index `index`."""

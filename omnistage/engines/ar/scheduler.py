@@ -22,7 +22,7 @@ from omnistage.core.record import record
 from omnistage.engines.ageing import arrival_rank
 from omnistage.engines.ar.block_pool import BlockPool, block_hash
 
-LEAST_UNCUT = 3
+MIN_UNCUT_TOKENS = 3
 """Tokens of a step with which a prompt can always go on without a single one being cut off."""
 
 
@@ -67,14 +67,14 @@ class SequenceState:
     @property
     def pending(self) -> int:
         """How many tokens could be computed now; 0: it waits for its upstream, for a token to be read, or is held."""
-        known = len(self.token_ids) - self.held
+        num_tokens = len(self.token_ids) - self.held
         if self.unread:
-            known += self.unread
-            if not self.ahead or not self.running or known >= self.max_length:
+            num_tokens += self.unread
+            if not self.ahead or not self.running or num_tokens >= self.max_length:
                 return 0
         if self.side_rows is not None:
-            known = int(min(known, self.prompt_length + self.side_rows))
-        return max(known - self.computed, 0)
+            num_tokens = int(min(num_tokens, self.prompt_length + self.side_rows))
+        return max(num_tokens - self.computed, 0)
 
     def extend_hashes(self, block_size: int, upto: int) -> None:
         """Hash the full blocks within the first `upto` tokens."""

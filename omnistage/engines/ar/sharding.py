@@ -63,9 +63,9 @@ class RankGroup:
             local._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # other machines are not heard
             local._timeout = timeout
             self._group = ProcessGroupGloo(meeting, self.rank, self.size, local)  # type: ignore[assignment]
-        met = torch.zeros(1, device=device)
-        self.all_reduce(met)
-        met.item()  # waits for the device
+        probe = torch.zeros(1, device=device)
+        self.all_reduce(probe)
+        probe.item()  # waits for the device
 
     @property
     def _connected(self) -> ProcessGroup:
@@ -192,10 +192,10 @@ def _checked_division(
 ) -> _Division:
     kind = type(model).__name__
     if getattr(model.config, "quantization_config", None) is not None:
-        raise _refused(kind, "has quantised weights")
+        raise _unsupported(kind, "has quantised weights")
     plan: dict[str, str] = model.tp_plan
     if not plan:
-        raise _refused(kind, "has no tensor parallel plan in transformers")
+        raise _unsupported(kind, "has no tensor parallel plan in transformers")
     within = set(decoder.modules()) | ({head} if head is not None else set())
     modules = {name: module for name, module in model.named_modules() if module in within}
     linear, experts = {}, []
@@ -217,7 +217,7 @@ def _checked_division(
             _check_experts(kind, name, module, styles, size, checked)
         elif divided := {param: style for param, style in styles.items() if style not in _WHOLE}:
             param, style = next(iter(divided.items()))
-            raise _refused(kind, f"divides {name}.{param} as {style!r}")
+            raise _unsupported(kind, f"divides {name}.{param} as {style!r}")
     return _Division(linear, experts, divides_heads)
 
 
@@ -225,18 +225,18 @@ def _divides_heads(
     kind: str, modules: dict[str, nn.Module], linear: dict[str, str], attention: Collection[nn.Module]
 ) -> bool:
     """Whether heads are divided: in all layers, or in none."""
-    found: set[bool] = set()
+    outcomes: set[bool] = set()
     for name in (name for name, module in modules.items() if module in attention):
         styles = {part.removeprefix(f"{name}."): style for part, style in linear.items() if part.startswith(f"{name}.")}
         if styles == _HEAD_STYLES and not any(True for _ in modules[name].parameters(recurse=False)):
-            found.add(True)
+            outcomes.add(True)
         elif set(styles.values()) <= {"colwise_gather_output", "rowwise_split_input"}:
-            found.add(False)
+            outcomes.add(False)
         else:
-            raise _refused(kind, f"divides {name} as {styles}, beside what each of its heads has")
-    if len(found) != 1:
-        raise _refused(kind, "divides the heads of some layers and not of others")
-    return found.pop()
+            raise _unsupported(kind, f"divides {name} as {styles}, beside what each of its heads has")
+    if len(outcomes) != 1:
+        raise _unsupported(kind, "divides the heads of some layers and not of others")
+    return outcomes.pop()
 
 
 def _check_heads(kind: str, model: PreTrainedModel, size: int, kv_heads: Sequence[int]) -> None:
@@ -250,7 +250,7 @@ def _check_heads(kind: str, model: PreTrainedModel, size: int, kv_heads: Sequenc
 def _check_linear(kind: str, name: str, module: nn.Module, style: str, size: int) -> None:
     plain = type(module) in (nn.Linear, WeightFirstLinear)
     if not plain or style not in ("colwise", *_ROWS, *_GATHERED):
-        raise _refused(kind, f"divides {name} ({type(module).__name__}) as {style!r}")
+        raise _unsupported(kind, f"divides {name} ({type(module).__name__}) as {style!r}")
     if style not in _GATHERED:
         width = module.out_features if style == "colwise" else module.in_features
         _check_divisible(kind, {f"width of {name}": int(width)}, size)  # type: ignore[arg-type]
@@ -264,7 +264,7 @@ def _check_experts(
     Modules of one shape compute the same: the first is tried.
     """
     if styles != _EXPERT_STYLES:
-        raise _refused(kind, f"divides {name} as {styles}")
+        raise _unsupported(kind, f"divides {name} as {styles}")
     gate_up, down = (module.get_parameter(param) for param in _EXPERT_STYLES)
     _check_divisible(kind, {f"width of {name}": int(down.shape[-1])}, size)
     if gate_up.is_meta or (shape := (type(module), gate_up.shape)) in checked:
@@ -281,7 +281,7 @@ def _check_experts(
         parts = [torch.func.functional_call(module, share, arguments) for share in shares]
         difference = (torch.stack(parts).float().sum(0) - whole).abs().max()
     if not bool(difference <= _EXPERT_TOLERANCE * whole.abs().max()):
-        raise _refused(kind, f"computes {name} otherwise than by the sum of its shares")
+        raise _unsupported(kind, f"computes {name} otherwise than by the sum of its shares")
 
 
 def _expert_shares(module: nn.Module, rank: int, size: int) -> dict[str, torch.Tensor]:
@@ -314,7 +314,7 @@ def _check_divisible(kind: str, numbers: dict[str, int], size: int) -> None:
             )
 
 
-def _refused(kind: str, why: str) -> UnsupportedModelError:
+def _unsupported(kind: str, why: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"{kind} {why}, so it cannot run on several ranks; set tensor_parallel: 1")
 
 

@@ -161,7 +161,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         if payload.num_tokens is not None and length + payload.num_tokens > self.max_length:
             raise CapacityError(
                 f"{payload.num_tokens} tokens are needed after the prompt's {length}, and stage {self.name!r} holds "
-                f"{self.max_length}: ask for a smaller picture{self._advice}"
+                f"{self.max_length}: choose a smaller picture{self._advice}"
             )
         if self.max_length - length < params.min_tokens:
             raise CapacityError(
@@ -176,7 +176,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             if tokens * (params.logprobs + 1) > MAX_LOGPROBS:
                 raise LimitExceededError(
                     f"{tokens} tokens with {params.logprobs + 1} log probabilities each are over the limit of "
-                    f"{MAX_LOGPROBS} in all; ask for fewer of them, fewer answers or a smaller max_tokens",
+                    f"{MAX_LOGPROBS} in all; request fewer of them, fewer answers or a smaller max_tokens",
                     param="logprobs",
                 )
         self.runner.sampler.check(self._effective(params))

@@ -71,7 +71,7 @@ class TokenBytes:
     Looking bytes up is some ten times faster than decoding the last tokens again, which other tokenizers need.
     """
 
-    _known: ClassVar[WeakKeyDictionary[PreTrainedTokenizerBase, TokenBytes | None]] = WeakKeyDictionary()
+    _cache: ClassVar[WeakKeyDictionary[PreTrainedTokenizerBase, TokenBytes | None]] = WeakKeyDictionary()
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
@@ -83,10 +83,10 @@ class TokenBytes:
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> TokenBytes | None:
         """Made once for a tokenizer; None where its tokens are not bytes."""
-        if tokenizer not in cls._known:
+        if tokenizer not in cls._cache:
             backend = _backend(tokenizer)
-            cls._known[tokenizer] = cls(backend) if type(backend.decoder) is ByteLevel else None
-        return cls._known[tokenizer]
+            cls._cache[tokenizer] = cls(backend) if type(backend.decoder) is ByteLevel else None
+        return cls._cache[tokenizer]
 
     def get(self, token_id: int, skip_special: bool) -> bytes:
         table = self._table[skip_special]
@@ -149,7 +149,7 @@ class TextStream:
         self._min_tokens = params.min_tokens
         self._include_stop = params.include_stop_str_in_output
         self._stops = [_StopString(text) for text in dict.fromkeys(params.stop)]
-        self._held = ""
+        self._unreleased = ""
         self._pushed = 0
         self._finished = False
         self._bytes = TokenBytes.of(tokenizer)
@@ -189,12 +189,12 @@ class TextStream:
             return ""
         self._finished = True
         if self._bytes is not None:
-            left = self._utf8.decode(b"", final=True)
+            rest = self._utf8.decode(b"", final=True)
         else:
-            left = self._remainder() if self._pending else ""
-        text = self._release(left) if self._stops and left else left
+            rest = self._remainder() if self._pending else ""
+        text = self._release(rest) if self._stops and rest else rest
         if not self.stopped:
-            text, self._held = text + self._held, ""
+            text, self._unreleased = text + self._unreleased, ""
         return text
 
     def _decode(self, token_id: int) -> str:
@@ -227,17 +227,17 @@ class TextStream:
 
     def _release(self, text: str) -> str:
         """What of the new text cannot become a stop string."""
-        text, start = self._held + text, len(self._held)
+        text, start = self._unreleased + text, len(self._unreleased)
         may_stop = self._pushed >= self._min_tokens
         for end in range(start + 1, len(text) + 1):
             matched = [stop.text for stop in self._stops if stop.feed(text[end - 1])]
             if matched and may_stop:
                 self.stopped = True
-                self._held = ""
+                self._unreleased = ""
                 self.stopped_by = max(matched, key=len)
                 return text[: end if self._include_stop else end - max(map(len, matched))]
         keep = len(text) - max(stop.pending for stop in self._stops)
-        self._held = text[keep:]
+        self._unreleased = text[keep:]
         return text[:keep]
 
 

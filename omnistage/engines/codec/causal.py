@@ -156,9 +156,9 @@ class CausalDecoder(CodecComponent):
             piece = job.codes[:, :length]
             codes[i, :, : piece.shape[1]] = piece
             positions[i] = job.done
-        known = [job.row for job in jobs if job.row is not None]
+        known_rows = [job.row for job in jobs if job.row is not None]
         # Rows that are not needed change nothing; nobody reads their results.
-        rows = torch.stack(known + known[:1] * (padded - count)) if known else self._zeros(padded)
+        rows = torch.stack(known_rows + known_rows[:1] * (padded - count)) if known_rows else self._zeros(padded)
         inputs = upload(codes, self.device), rows, upload(positions, self.device)
         waves, rows = self._graphs((first, padded, length), self._function(first), *inputs)
         # Copies: the next replay overwrites the results, and a row outlives those that it was computed with.

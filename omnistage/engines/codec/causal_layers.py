@@ -162,8 +162,8 @@ class StreamedTransformer(nn.Module):
         key = torch.arange(-self._past, len(query), device=query.device)
         near = (key <= query[:, None]) & (key >= query[:, None] - self._past)
         known = key >= -start  # there is nothing before an utterance
-        seen = (near & known[:, None])[:, None]
-        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+        visible = (near & known[:, None])[:, None]
+        return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 
 def wrapped_convolutions(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, nn.Conv1d | nn.ConvTranspose1d]]:

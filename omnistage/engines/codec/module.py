@@ -179,15 +179,15 @@ class ModuleScheduler:
         """
         over = [request for request in self._requests.values() if request.is_over]
         ready = sorted((r for r in self._requests.values() if r.jobs), key=self._rank)
-        picked = [r for r in ready if r.jobs[0][1] == ready[0].jobs[0][1]][: self._max_batch]
+        jobs = [r for r in ready if r.jobs[0][1] == ready[0].jobs[0][1]][: self._max_batch]
         for request in ready:
             request.turn.age += 1
-        for request in picked:
+        for request in jobs:
             self._turns.take(request.turn)
         ended = tuple(request.info.request_id for request in over)
         for request_id in ended:
             self.remove(request_id)
-        return ModulePlan(tuple(request.jobs[0][0] for request in picked), ended)
+        return ModulePlan(tuple(request.jobs[0][0] for request in jobs), ended)
 
     def _rank(self, request: _Request) -> tuple[int, bool, int]:
         """As `Turns` has it, but that among equals new jobs go before the rest of long ones.
@@ -237,7 +237,7 @@ class ModuleStage(BatchedStage[ModulePayload, CodecParams]):
         voices = self.component.voices
         if voices and info.voice is not None and info.voice not in voices:
             raise InvalidRequestError(
-                f"unknown voice {info.voice!r}; this model speaks with {', '.join(sorted(voices))}", param="voice"
+                f"unknown voice {info.voice!r}; its voices: {', '.join(sorted(voices))}", param="voice"
             )
         if not _is_empty(payload):
             self.component.check(info, params, payload)

@@ -65,10 +65,10 @@ def _locations(data: mmap.mmap, path: Path) -> Iterator[str]:
             if values.get(1) == b"location":
                 yield values.get(2, b"").decode("utf-8")  # a UnicodeDecodeError is a ValueError
             continue
-        known = _FIELDS[kind]
+        fields = _FIELDS[kind]
         for field in _fields(data, start, end):
-            if field.number in known:
-                pending.append((known[field.number], field.start, field.end, depth + 1))
+            if field.number in fields:
+                pending.append((fields[field.number], field.start, field.end, depth + 1))
 
 
 def _fields(data: mmap.mmap, start: int, end: int) -> Iterator[_Field]:

@@ -205,7 +205,7 @@ class CodecScheduler:
         if not 0 < seconds < MAX_BATCH_SECONDS:
             return 0.0
         soon = [r for r in self._requests.values() if self._comes_soon(r)]
-        together = self.costs.seconds(blocks + sum(self.blocks(self._needed(r)) for r in soon))
+        together = self.costs.seconds(blocks + sum(self.blocks(self._codes_for_next(r)) for r in soon))
         limits = []
         for request, _ in ready:
             limit = request.ready_at + _MUSTER_SECONDS if soon else 0.0
@@ -221,7 +221,7 @@ class CodecScheduler:
         """Whether the request's next window will be ready so soon that others should wait for it."""
         if not request.streaming or request.final or not request.codes:
             return False
-        missing = request.done + self._needed(request) - len(request.codes)
+        missing = request.done + self._codes_for_next(request) - len(request.codes)
         return 0 < missing <= _MUSTER_SECONDS / max(self.pace.free, 1e-3)
 
     # -------------------------------------------------------------------------------------------- windows
@@ -246,7 +246,7 @@ class CodecScheduler:
             sizes.append(self.chunk_blocks(len(sizes)))
         return sizes
 
-    def _needed(self, request: CodecRequest) -> int:
+    def _codes_for_next(self, request: CodecRequest) -> int:
         """Codes beyond those done from which the next window is not the last."""
         return self.chunk_blocks(request.windows) * self._layout.block_codes + self.lookahead
 
@@ -261,9 +261,9 @@ class CodecScheduler:
             count = len(request.codes)
             return Shape(0, count, count, True) if request.final else None
         history = min(request.done, self._layout.history_blocks * self._layout.block_codes)
-        available, needed = len(request.codes) - request.done, self._needed(request)
-        if available >= needed:
-            return Shape(history, history + needed, needed - self.lookahead, False)
+        available, needed_codes = len(request.codes) - request.done, self._codes_for_next(request)
+        if available >= needed_codes:
+            return Shape(history, history + needed_codes, needed_codes - self.lookahead, False)
         return Shape(history, history + available, available, True) if request.final else None
 
     # ---------------------------------------------------------------------------------------------- clock
@@ -282,7 +282,7 @@ class CodecScheduler:
     def _latest_starts(self) -> dict[str, float]:
         """When each player's next window must begin, on a device of its own."""
         return {
-            r.request_id: r.dry_at - self.costs.seconds(self.blocks(self._needed(r)))
+            r.request_id: r.dry_at - self.costs.seconds(self.blocks(self._codes_for_next(r)))
             for r in self._requests.values()
             if r.dry_at is not None
         }
@@ -313,18 +313,18 @@ class CodecScheduler:
             return True
         others = min(request.others / max(now - request.first_code, 1e-9), 0.9)
         ready = others * request.others / max(request.others_count, 1)  # another batch may run when a window is ready
-        played, done, known = request.held, request.done, float(len(request.codes))
+        played, num_done, num_codes = request.held, request.done, float(len(request.codes))
         beginners = sum(r.streaming and bool(r.codes) and r.dry_at is None for r in self._requests.values())
         company = min(max(request.company, beginners), listeners)
         for index in range(request.windows, request.windows + 3):
-            if request.final and done >= len(request.codes):
+            if request.final and num_done >= len(request.codes):
                 break
             size = self.chunk_blocks(index)
-            done += size * layout.block_codes
-            missing = 0.0 if request.final else max(0.0, done + self.lookahead - known)
+            num_done += size * layout.block_codes
+            missing = 0.0 if request.final else max(0.0, num_done + self.lookahead - num_codes)
             seconds = self._seconds_of(company, size)
             ready += pace.wait(missing, others) + seconds
-            known += missing + seconds * pace.beside
+            num_codes += missing + seconds * pace.beside
             if ready > _SAFETY * played:
                 return False
             played += size * block_seconds

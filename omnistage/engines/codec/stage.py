@@ -43,7 +43,7 @@ class CodecStage(BatchedStage[CodecInput, CodecParams]):
         self._budget = budget
         self._scheduler = CodecScheduler(component.layout, budget)
         self._runner = CodecRunner(component)
-        self._held: dict[str, list[np.ndarray]] = {}
+        self._pending_samples: dict[str, list[np.ndarray]] = {}
         """Sound that has not gone out yet, as the scheduler says."""
         self._codes = 0
         self._windows = 0
@@ -56,8 +56,8 @@ class CodecStage(BatchedStage[CodecInput, CodecParams]):
     def _check(self, info: RequestInfo, params: CodecParams, payload: CodecInput) -> None:
         voice, voices = info.voice, self.component.voices
         if voice is not None and voice not in voices:
-            known = f"this model speaks with {', '.join(sorted(voices))}" if voices else "this model has a single voice"
-            raise InvalidRequestError(f"unknown voice {voice!r}; {known}", param="voice")
+            hint = f"its voices: {', '.join(sorted(voices))}" if voices else "this model has a single voice"
+            raise InvalidRequestError(f"unknown voice {voice!r}; {hint}", param="voice")
         self._check_codes(payload.codes, known=0)
 
     def _add(self, stage_input: StageInput, params: CodecParams, payload: CodecInput) -> None:
@@ -67,18 +67,18 @@ class CodecStage(BatchedStage[CodecInput, CodecParams]):
         self._runner.add(info.request_id, params, info.voice)
 
     def _remove(self, request_id: str) -> None:
-        self._held.pop(request_id, None)
+        self._pending_samples.pop(request_id, None)
         self._scheduler.remove(request_id)
         self._runner.remove(request_id)
 
     def feed(self, request_id: str, feed: StageFeed) -> None:
         """Raises for codes outside the codebook or past the longest utterance."""
-        known = self._scheduler.length(request_id)
-        if known is None:
+        length = self._scheduler.length(request_id)
+        if length is None:
             return
         if not isinstance(feed, CodecFrames):
             raise self._wrong_feed(feed)
-        self._check_codes(feed.codes, known)
+        self._check_codes(feed.codes, length)
         self._scheduler.extend(request_id, feed.codes, feed.final)
 
     def _check_codes(self, codes: tuple[Code, ...], known: int) -> None:
@@ -118,7 +118,7 @@ class CodecStage(BatchedStage[CodecInput, CodecParams]):
                 continue
             self._codes += window.emit
             self._samples += samples.size
-            self._held.setdefault(window.request_id, []).append(samples)
+            self._pending_samples.setdefault(window.request_id, []).append(samples)
             if window.last:
                 sound = self._take(window.request_id)
                 chunks.append(self._finish(window.request_id, AudioChunk(sound, rate)))
@@ -126,7 +126,7 @@ class CodecStage(BatchedStage[CodecInput, CodecParams]):
 
     def _emit(self) -> list[StageChunk]:
         """The sound that may go out now."""
-        playing = [request_id for request_id in self._held if self._scheduler.playing(request_id)]
+        playing = [request_id for request_id in self._pending_samples if self._scheduler.playing(request_id)]
         chunks = []
         for request_id in (*playing, *self._scheduler.release()):
             if (sound := self._take(request_id)).size:
@@ -134,7 +134,7 @@ class CodecStage(BatchedStage[CodecInput, CodecParams]):
         return chunks
 
     def _take(self, request_id: str) -> np.ndarray:
-        parts = self._held.pop(request_id)
+        parts = self._pending_samples.pop(request_id)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def has_work(self) -> bool:

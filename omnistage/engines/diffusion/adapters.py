@@ -68,10 +68,10 @@ def _read_diffusers(pipeline: Any, files: AdapterFiles, scale: float) -> dict[st
     has_alphas = "return_alphas" in inspect.signature(pipeline.lora_state_dict).parameters
     options = {"return_alphas": True} if has_alphas else {}
     try:
-        found = pipeline.lora_state_dict(dict(files.tensors), **options)
+        state_dict = pipeline.lora_state_dict(dict(files.tensors), **options)
     except (ValueError, KeyError, IndexError, TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
         raise AdapterError(f"diffusers cannot convert it for {pipeline.__name__}: {error!r}") from error
-    state, alphas = found if options else (found, None)
+    state, alphas = state_dict if options else (state_dict, None)
     pairs: dict[str, LoraPair] = {}
     for part in sorted({key.split(".")[0] for key in state}):
         if part not in _PARTS:
@@ -119,14 +119,14 @@ def within_slots(layers: AdapterLayers, rows: Sequence[Row]) -> list[list[Row]]:
     """The rows in as few forwards as have places on the device for all of their adapters."""
     parts: list[tuple[set[bytes], list[Row]]] = []
     for row in rows:
-        needed = row.lane.adapters.digests
+        lane_digests = row.lane.adapters.digests
         for digests, part in parts:
-            if len(digests | needed) <= layers.library.limits.slots:
-                digests |= needed
+            if len(digests | lane_digests) <= layers.library.limits.slots:
+                digests |= lane_digests
                 part.append(row)
                 break
         else:
-            parts.append((set(needed), [row]))
+            parts.append((set(lane_digests), [row]))
     return [part for _digests, part in parts]
 
 

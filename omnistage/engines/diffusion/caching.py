@@ -215,9 +215,11 @@ def _alike_blocks(transformer: nn.Module) -> nn.Module:
 
     Where lists differ in what their blocks give (FLUX.2's first ones keep the text apart), it is the longest one.
     """
-    known = _diffusers("hooks._helpers").TransformerBlockRegistry
+    registry = _diffusers("hooks._helpers").TransformerBlockRegistry
     lists = _blocks(transformer)
-    gives_text = {known.get(type(b)).return_encoder_hidden_states_index is not None for p in lists.values() for b in p}
+    gives_text = {
+        registry.get(type(b)).return_encoder_hidden_states_index is not None for p in lists.values() for b in p
+    }
     if len(gives_text) > 1:
         longest = max(lists, key=lambda name: len(lists[name]))
         lists = {longest: lists[longest]}
@@ -229,11 +231,11 @@ def _alike_blocks(transformer: nn.Module) -> nn.Module:
 
 def _no_blocks(transformer: nn.Module) -> str | None:
     """Why whole blocks cannot be skipped by their residuals, if so."""
-    known = _diffusers("hooks._helpers").TransformerBlockRegistry
+    registry = _diffusers("hooks._helpers").TransformerBlockRegistry
     blocks = [block for part in _blocks(transformer).values() for block in part]
     for cls in {type(block) for block in blocks}:
         try:
-            metadata = known.get(cls)
+            metadata = registry.get(cls)
         except ValueError:
             return f"diffusers does not know what its {cls.__name__} gives"
         parameters = inspect.signature(cls.forward).parameters
@@ -260,8 +262,14 @@ def _no_projection(transformer: nn.Module) -> str | None:
 
 def _no_attention(transformer: nn.Module) -> str | None:
     processors = _diffusers("models.attention_processor")
-    known = (processors.Attention, processors.MochiAttention, _diffusers("models.attention").AttentionModuleMixin)
-    if any(isinstance(module, known) and _ATTENTION.match(name) for name, module in transformer.named_modules()):
+    attention_classes = (
+        processors.Attention,
+        processors.MochiAttention,
+        _diffusers("models.attention").AttentionModuleMixin,
+    )
+    if any(
+        isinstance(module, attention_classes) and _ATTENTION.match(name) for name, module in transformer.named_modules()
+    ):
         return None
     return "it has no attention that diffusers can skip"
 
@@ -389,8 +397,8 @@ def _parse(spec: str) -> tuple[_Kind, list[Number]]:
     name, *values = spec.split(":")
     kind = KINDS.get(name.strip())
     if kind is None:
-        known = ", ".join(k.example for k in KINDS.values())
-        raise ConfigError(f"there is no cache {short_repr(name)}; known: {known}", param="cache")
+        choices = ", ".join(k.example for k in KINDS.values())
+        raise ConfigError(f"there is no cache {short_repr(name)}; known: {choices}", param="cache")
     if len(values) > len(kind.defaults):
         usage = ":".join((kind.name, *kind.meanings))
         raise ConfigError(f"{short_repr(spec)} has too many numbers; write {usage}", param="cache")

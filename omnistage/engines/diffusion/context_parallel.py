@@ -63,9 +63,9 @@ class ContextGroup:
             shape, names = (1, self.size), ("ring", "ulysses")
             mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
             self.config = _parallel_config(self.rank, self.size, device, mesh)
-            met = torch.zeros(1, device=device)
-            dist.all_reduce(met)
-            met.item()  # waits for the device
+            probe = torch.zeros(1, device=device)
+            dist.all_reduce(probe)
+            probe.item()  # waits for the device
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite the tensor with rank 0's."""

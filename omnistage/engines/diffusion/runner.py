@@ -115,7 +115,7 @@ class DiffusionRunner:
                 self._stream.share(tensor)
         if (cuda := self._stream.cuda) is not None:  # an encoder in another process may have sent them by the host
             with self._stream.use():
-                condition = _moved(condition, cuda.device)
+                condition = _to_device(condition, cuda.device)
         self._jobs[request_id] = _Job(condition, params, seed, adapters)
 
     def remove(self, request_id: str) -> None:
@@ -260,7 +260,7 @@ def _shortened(condition: Condition, share: float) -> Condition:
     return replace(condition, positive={name: t[: int(len(t) * share)] if t.ndim > 1 else t for name, t in texts})
 
 
-def _moved(condition: Condition, device: torch.device) -> Condition:
+def _to_device(condition: Condition, device: torch.device) -> Condition:
     """The condition with all of its tensors on a device."""
 
     def move(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -109,7 +109,7 @@ class DiffusionScheduler:
         if not ready:
             return ()
         leader = ready[0]
-        picked: list[_Lane] = []
+        picks: list[_Lane] = []
         rows = tokens = 0
         for lane in ready:
             fits = (
@@ -119,17 +119,17 @@ class DiffusionScheduler:
             )
             # The leader runs even if its rows are too many for one forward: the runner splits them.
             if lane is leader or fits:
-                picked.append(lane)
+                picks.append(lane)
                 rows, tokens = rows + len(lane.groups), tokens + lane.cost
-        chosen = {lane.key for lane in picked}
-        served = {lane.key.request_id for lane in picked}
+        keys = {lane.key for lane in picks}
+        request_ids = {lane.key.request_id for lane in picks}
         for lane in self._lanes.values():
             # Pictures that wait to be opened do not age while others of their request go on.
-            waits = lane.running or lane.key.request_id not in served
-            lane.turn.age = lane.turn.age + 1 if lane.key not in chosen and waits else 0
-        for lane in picked:
+            waits = lane.running or lane.key.request_id not in request_ids
+            lane.turn.age = lane.turn.age + 1 if lane.key not in keys and waits else 0
+        for lane in picks:
             self._turns.take(lane.turn)
-        return tuple(lane.key for lane in picked)
+        return tuple(lane.key for lane in picks)
 
     def _rank(self, lane: _Lane) -> tuple[int, int]:
         return self._turns.rank(lane.turn)

@@ -37,8 +37,8 @@ class _Request:
     @property
     def total(self) -> int:
         """Steps of all pictures, as far as they are known: those that wait will have as many as the others."""
-        known = self.steps_of
-        return sum(known.values()) + (self.params.n - len(known)) * max(known.values(), default=1)
+        steps_known = self.steps_of
+        return sum(steps_known.values()) + (self.params.n - len(steps_known)) * max(steps_known.values(), default=1)
 
 
 class DenoiseStage(BatchedStage[Condition, DiffusionParams]):
@@ -73,7 +73,7 @@ class DenoiseStage(BatchedStage[Condition, DiffusionParams]):
         self._scheduler = DiffusionScheduler(budget)
         self._runner = DiffusionRunner(denoiser, budget, self.stream, self._cache, layers)
         self._requests: dict[str, _Request] = {}
-        self._moved = 0
+        self._lane_steps = 0
 
     def warm_up(self) -> None:
         if self._cache is not None:
@@ -112,7 +112,7 @@ class DenoiseStage(BatchedStage[Condition, DiffusionParams]):
         batch = self._scheduler.schedule()
         result = self._runner.execute(batch)
         self._steps += 1
-        self._moved += len(result.moved)
+        self._lane_steps += len(result.moved)
         return chunks + self._mark_started(key.request_id for key in batch) + self._emit(result)
 
     def has_work(self) -> bool:
@@ -123,7 +123,7 @@ class DenoiseStage(BatchedStage[Condition, DiffusionParams]):
             waiting=self._scheduler.waiting,
             running=self._scheduler.running,
             steps=self._steps,
-            tokens=self._moved,
+            tokens=self._lane_steps,
             capacity=self._budget.max_running,
             extra={"forwards": self._runner.forwards, "rows": self._runner.rows},
         )
@@ -155,21 +155,21 @@ class DenoiseStage(BatchedStage[Condition, DiffusionParams]):
         for key, error in result.failed.items():
             if key.request_id in self._requests:
                 chunks.append(self._fail(key.request_id, error))
-        moved = [key for key in result.moved if key.request_id in self._requests]
-        chunks += self._progress(moved)
+        moved_keys = [key for key in result.moved if key.request_id in self._requests]
+        chunks += self._progress(moved_keys)
         finished = set(result.finished)
-        for key in moved:
+        for key in moved_keys:
             if key.request_id in self._requests:  # else it failed just now, with an earlier picture
                 chunks += [self._last_of(key)] if key in finished else self._next_of(key)
         return chunks
 
-    def _progress(self, moved: Sequence[LaneKey]) -> list[StageChunk]:
+    def _progress(self, keys: Sequence[LaneKey]) -> list[StageChunk]:
         """Count a step of each lane, and how many it has: fewer than planned once it has converged."""
-        for key in moved:
+        for key in keys:
             request = self._requests[key.request_id]
             request.done_steps += 1
             request.steps_of[key.index] = self._runner.progress(key)[1]
-        requests = {key.request_id: self._requests[key.request_id] for key in moved}
+        requests = {key.request_id: self._requests[key.request_id] for key in keys}
         return [
             StageChunk(request_id, self.name, Progress(request.done_steps, request.total))
             for request_id, request in requests.items()
@@ -208,7 +208,7 @@ class DenoiseStage(BatchedStage[Condition, DiffusionParams]):
             return
         fits = self._fitting(width, height, num_frames)
         frames = f" with {num_frames} frames" if num_frames > 1 else ""
-        advice = f"about {fits} would fit, or raise" if fits else "ask for less, or raise"
+        advice = f"about {fits} would fit, or raise" if fits else "request less, or raise"
         raise CapacityError(
             f"{width}x{height}{frames} is {tokens} latent patches, over the budget of {limit}; {advice} "
             f"{self.name}.max_batch_tokens",

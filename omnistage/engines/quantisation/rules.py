@@ -36,11 +36,11 @@ def layers_to_quantise(
     if config.only is not None:
         only = re.compile("|".join(config.only)) if config.only else None
         return {name: layer for name, layer in layers.items() if only is not None and only.search(name)}
-    chosen = _defaults(layers, kept, dit=dit)
+    selected = _defaults(layers, kept, dit=dit)
     include, exclude = _joined(config.include), _joined(config.exclude)
-    chosen |= {name: layer for name, layer in layers.items() if include is not None and include.search(name)}
+    selected |= {name: layer for name, layer in layers.items() if include is not None and include.search(name)}
     if exclude is not None:
-        chosen = {name: layer for name, layer in chosen.items() if not exclude.search(name)}
+        selected = {name: layer for name, layer in selected.items() if not exclude.search(name)}
     for name in _unknown_experts(network, dit=dit):
         if exclude is None or not exclude.search(name):
             raise UnsupportedModelError(
@@ -48,7 +48,7 @@ def layers_to_quantise(
                 "no other code compute them; leave quantize out, or add that name to its exclude to quantise the "
                 "other layers only"
             )
-    return chosen
+    return selected
 
 
 def _unknown_experts(network: nn.Module, *, dit: bool) -> Iterator[str]:
@@ -70,21 +70,21 @@ def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     return type(module) in (nn.Linear, WeightFirstLinear)
 
 
-def _defaults(linears: Mapping[str, nn.Module], kept: Sequence[str], *, dit: bool) -> dict[str, nn.Module]:
-    own = _joined(kept)
-    blocks = {name: found for name in linears if (found := _BLOCK.match(name))}
-    lists = list(dict.fromkeys(found.group(1) for found in blocks.values()))
+def _defaults(linears: Mapping[str, nn.Module], full_precision: Sequence[str], *, dit: bool) -> dict[str, nn.Module]:
+    own = _joined(full_precision)
+    blocks = {name: match for name in linears if (match := _BLOCK.match(name))}
+    lists = list(dict.fromkeys(match.group(1) for match in blocks.values()))
     edges: set[tuple[str, int]] = set()
     if dit and lists:
-        last = max(int(found.group(2)) for found in blocks.values() if found.group(1) == lists[-1])
+        last = max(int(match.group(2)) for match in blocks.values() if match.group(1) == lists[-1])
         edges = {(lists[0], 0), (lists[-1], last)}
     rule = _KEPT_IN_DITS if dit else _KEPT_IN_DECODERS
     return {
         name: linears[name]
-        for name, found in blocks.items()
+        for name, match in blocks.items()
         if not rule.search(name)
         and (own is None or not own.search(name))
-        and (found.group(1), int(found.group(2))) not in edges
+        and (match.group(1), int(match.group(2))) not in edges
     }
 
 

@@ -53,11 +53,12 @@ def check_scheme(config: QuantizeConfig, device: torch.device, dtype: torch.dtyp
     if scheme != "int8" or device.type != "cpu":
         if device.type != "cuda":
             raise ConfigError(f"{scheme} runs on CUDA only, not on {device}; use int8_dynamic there", param=param)
-        found = torch.cuda.get_device_capability(device)
-        if found < _MIN_CAPABILITY[scheme]:
-            needed = ".".join(map(str, _MIN_CAPABILITY[scheme]))
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _MIN_CAPABILITY[scheme]:
+            needs = ".".join(map(str, _MIN_CAPABILITY[scheme]))
             raise ConfigError(
-                f"{scheme} needs a GPU of compute capability {needed}, {device} has {found[0]}.{found[1]}; use int8",
+                f"{scheme} needs a GPU of compute capability {needs}, "
+                f"{device} has {capability[0]}.{capability[1]}; use int8",
                 param=param,
             )
         if scheme != "int8" and dtype != torch.bfloat16:
@@ -86,16 +87,16 @@ class Quantiser:
             return {}  # a VAE
         if self.diffusion and text and not self.config.required:
             return {}
-        chosen = layers_to_quantise(network, self.config, dit=self.diffusion and not text, kept=self.kept)
-        return {name: layer for name, layer in chosen.items() if _fits(layer, self.config)}
+        layers = layers_to_quantise(network, self.config, dit=self.diffusion and not text, kept=self.kept)
+        return {name: layer for name, layer in layers.items() if _fits(layer, self.config)}
 
     def apply(self, network: nn.Module, device: torch.device) -> None:
         """Exchange the layers, for `device`, where they are put; the rest of the network stays where it is."""
-        chosen = self.choose(network)
-        self.layers += chosen
+        layers = self.choose(network)
+        self.layers += layers
         if self.merge and (device.type == "cuda" or self.config.scheme == "int8_dynamic"):
-            merge_linears(network, set(chosen))
-        for name in chosen:
+            merge_linears(network, set(layers))
+        for name in layers:
             module = network.get_submodule(name)
             layer = module.group.joint if isinstance(module, MergedLinear) else module
             if not isinstance(module, MergedLinear) or module.index == 0:
@@ -131,9 +132,9 @@ class Quantiser:
             )
 
     def _check_recipe(self, stage: str) -> None:
-        found = set(self.layers)
+        names = set(self.layers)
         for pattern in self.config.only or ():
-            if pattern[1:-1].replace("[.]", ".") in found or any(re.search(pattern, name) for name in found):
+            if pattern[1:-1].replace("[.]", ".") in names or any(re.search(pattern, name) for name in names):
                 continue
             raise ConfigError(
                 f"{pattern} names no linear layer of this stage that {self.config.scheme} can quantise; if a quantised "
@@ -153,10 +154,10 @@ class Quantiser:
             return
         layer.__class__ = nn.Linear  # others read the numbers of their weights
         layer.to(device)
-        kept = layer.weight
-        layer.weight = nn.Parameter(_torchao_weight(kept.detach(), self.config), requires_grad=False)
-        if type(layer.weight) is type(kept):
-            raise InternalError(f"torchao left a layer of {list(kept.shape)} as it was")
+        weight = layer.weight
+        layer.weight = nn.Parameter(_torchao_weight(weight.detach(), self.config), requires_grad=False)
+        if type(layer.weight) is type(weight):
+            raise InternalError(f"torchao left a layer of {list(weight.shape)} as it was")
 
 
 def networks_of(component: object) -> tuple[nn.Module, ...]:
@@ -171,14 +172,14 @@ def networks_of(component: object) -> tuple[nn.Module, ...]:
 
 def quantised_layers(network: nn.Module) -> dict[str, nn.Module]:
     """The layers of a loaded network that are quantised, by their own names; merged ones share a layer."""
-    found: dict[str, nn.Module] = {}
+    layers: dict[str, nn.Module] = {}
     for name, module in network.named_modules(remove_duplicate=False):
         if has_quantised_experts(module):
-            found[name] = module
+            layers[name] = module
         layer = module.group.joint if isinstance(module, MergedLinear) else module
         if ".group." not in f"{name}." and isinstance(layer, nn.Linear) and is_quantised(layer):
-            found[name] = layer
-    return found
+            layers[name] = layer
+    return layers
 
 
 def full_weights(network: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -188,8 +189,8 @@ def full_weights(network: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """
     for name, module in network.named_modules(remove_duplicate=False):
         if is_experts(module):
-            turned = is_transposed(module)
-            yield from ((name, each.transpose(1, 2) if turned else each) for _, each in expert_weights(module))
+            transposed = is_transposed(module)
+            yield from ((name, each.transpose(1, 2) if transposed else each) for _, each in expert_weights(module))
         layer = module.group.joint if isinstance(module, MergedLinear) else module
         if ".group." in f"{name}." or not isinstance(layer, nn.Linear) or is_quantised(layer):
             continue

@@ -187,13 +187,13 @@ class RemoteConnection:
             )
         cards = models.get("data") if isinstance(models, dict) else None
         if status == 200 and isinstance(cards, list):
-            named = {card.get("id"): card for card in cards if isinstance(card, dict)}
-            if self._config.model not in named:
-                known = ", ".join(str(name) for name in list(named)[:5]) or "none"
+            cards_by_id = {card.get("id"): card for card in cards if isinstance(card, dict)}
+            if self._config.model not in cards_by_id:
+                names = ", ".join(str(name) for name in list(cards_by_id)[:5]) or "none"
                 raise ConfigError(
-                    f"the server has no model {self._config.model!r}; it has {known}", param=f"{path}.model"
+                    f"the server has no model {self._config.model!r}; it has {names}", param=f"{path}.model"
                 )
-            length = named[self._config.model].get("max_model_len")
+            length = cards_by_id[self._config.model].get("max_model_len")
             self.max_length = length if isinstance(length, int) else None
         return status < 500
 

@@ -68,14 +68,14 @@ class StreamReader:
         if any(answer.finish is None for answer in self._answers):
             raise BrokenResponseError("the stream ended before the answer did")
         details = self._usage.get("prompt_tokens_details")
-        counted, listed = _count(self._usage, "completion_tokens"), sum(each.listed for each in self._answers)
+        num_reported, num_listed = _count(self._usage, "completion_tokens"), sum(each.listed for each in self._answers)
         for index, answer in enumerate(self._answers):
             payload = TokenChunk(
                 text=call_text([(name, arguments) for name, arguments in answer.calls.values()]),
                 prompt=None if answer.announced else self._prompt,
                 prompt_tokens=0 if index else _count(self._usage, "prompt_tokens"),
                 cached_tokens=0 if index else _count(details if isinstance(details, dict) else {}, "cached_tokens"),
-                unlisted_tokens=0 if index else max(0, counted - listed),
+                unlisted_tokens=0 if index else max(0, num_reported - num_listed),
             )
             yield StageChunk(self._request_id, self._stage, payload, index, answer.finish)
 
@@ -90,9 +90,9 @@ class StreamReader:
         ids = tuple(map(int, choice.get("token_ids") or ()))
         logprobs = self._logprobs(choice.get("logprobs") or {}, ids)
         for call in (delta or {}).get("tool_calls") or ():
-            known = answer.calls.setdefault(int(call["index"]), ["", ""])
-            known[0] += self._checked(call["function"].get("name") or "")
-            known[1] += self._checked(call["function"].get("arguments") or "")
+            call_parts = answer.calls.setdefault(int(call["index"]), ["", ""])
+            call_parts[0] += self._checked(call["function"].get("name") or "")
+            call_parts[1] += self._checked(call["function"].get("arguments") or "")
         ended_by, stop = None, None
         if (reason := choice.get("finish_reason")) is not None:
             if reason in _FAILED:
@@ -133,17 +133,17 @@ class StreamReader:
                 (_token(text, value), [_token(*pair) for pair in (top or {}).items()])
                 for text, value, top in zip(wire["tokens"], wire["token_logprobs"], tops, strict=True)
             ]
-        known = ids if len(ids) == len(entries) else (UNKNOWN_ID,) * len(entries)
+        token_ids = ids if len(ids) == len(entries) else (UNKNOWN_ID,) * len(entries)
         return tuple(
-            self._ranked(TokenLogprob(token_id, chosen.logprob, chosen.text, chosen.spelling), top)
-            for token_id, (chosen, top) in zip(known, entries, strict=True)
+            self._ranked(TokenLogprob(token_id, token.logprob, token.text, token.spelling), top)
+            for token_id, (token, top) in zip(token_ids, entries, strict=True)
         )
 
-    def _ranked(self, chosen: TokenLogprob, top: list[TokenLogprob]) -> TokenLogprobs:
+    def _ranked(self, sampled: TokenLogprob, top: list[TokenLogprob]) -> TokenLogprobs:
         # A plain completion lists alternatives by their text, and of equal texts the last: the best may be missing.
-        if top and chosen.logprob > max(token.logprob for token in top):
-            top = [chosen, *top]
-        return TokenLogprobs(chosen, tuple(sorted(top, key=lambda token: -token.logprob)[: self._alternatives]))
+        if top and sampled.logprob > max(token.logprob for token in top):
+            top = [sampled, *top]
+        return TokenLogprobs(sampled, tuple(sorted(top, key=lambda token: -token.logprob)[: self._alternatives]))
 
 
 def _entry(wire: Mapping[str, Any]) -> TokenLogprob:

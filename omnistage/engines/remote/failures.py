@@ -30,11 +30,11 @@ def status_error(stage: str, status: int, headers: Mapping[str, str], body: obje
             return PromptTooLongError(f"{server} refused the request: {message}", param="prompt")
         return InvalidRequestError(f"{server} refused the request: {message or f'status {status}'}")
     if status == 413:
-        return LimitExceededError(f"{server} takes no request of this size; shorten it", param="prompt")
+        return LimitExceededError(f"{server} does not accept a request of this size; shorten it", param="prompt")
     if status == 429:
         return QueueFullError(f"{server} has no room for another request; try again", retry_after=_delay(headers))
     if status == 503:
-        return StageUnavailableError(f"{server} takes no requests for now; try again later")
+        return StageUnavailableError(f"{server} accepts no requests at the moment; try again later")
     if status in (408, 504):
         return RemoteTimeoutError(f"{server} gave up waiting (status {status}); send the request again")
     if status in (401, 403):

@@ -40,7 +40,7 @@ class _Call:
 class RemoteStage(BatchedStage[RemotePayload, SamplingParams]):
     """A text stage on a server.
 
-    Tokens arrive in the connection's thread, which leaves them in `_arrived` and wakes the stage's loop.
+    Tokens arrive in the connection's thread, which leaves them in `_inbox` and wakes the stage's loop.
     """
 
     params_type = SamplingParams
@@ -55,7 +55,7 @@ class RemoteStage(BatchedStage[RemotePayload, SamplingParams]):
         self._config = config
         self._waiting: RequestQueue[_Call] = RequestQueue(AGEING_STEPS)
         self._calls: dict[str, _Call] = {}
-        self._arrived: deque[tuple[str, _Call, object]] = deque()
+        self._inbox: deque[tuple[str, _Call, object]] = deque()
         """Request, call, and an event of its stream; None at the end of it, else the error that ended it."""
         self._tokens = 0
         self._failed = 0
@@ -101,7 +101,7 @@ class RemoteStage(BatchedStage[RemotePayload, SamplingParams]):
         call = _Call(path, body, StreamReader(request_id, self.name, prompt, params))
         self._calls[request_id] = call
         if prompt is not None and prompt.num_tokens == 0:
-            self._arrived.append((request_id, call, None))  # nothing is to be generated, and nobody need be asked
+            self._inbox.append((request_id, call, None))  # nothing is to be generated, and nobody need be asked
         else:
             self._waiting.put(request_id, call, stage_input.info.priority)
 
@@ -119,12 +119,12 @@ class RemoteStage(BatchedStage[RemotePayload, SamplingParams]):
         return len(self._calls) - len(self._waiting)
 
     def has_work(self) -> bool:
-        return bool(self._arrived) or (len(self._waiting) > 0 and self._running < self._config.budget.max_running)
+        return bool(self._inbox) or (len(self._waiting) > 0 and self._running < self._config.budget.max_running)
 
     def step(self) -> list[StageChunk]:
         chunks: list[StageChunk] = []
-        for _ in range(len(self._arrived)):
-            request_id, call, event = self._arrived.popleft()
+        for _ in range(len(self._inbox)):
+            request_id, call, event = self._inbox.popleft()
             if self._calls.get(request_id) is call:  # else it was aborted meanwhile
                 chunks += self._take(request_id, call, event)
         free = self._config.budget.max_running - self._running
@@ -138,7 +138,7 @@ class RemoteStage(BatchedStage[RemotePayload, SamplingParams]):
 
     def _deliver(self, request_id: str, call: _Call, event: object) -> None:
         """From the connection's thread."""
-        self._arrived.append((request_id, call, event))
+        self._inbox.append((request_id, call, event))
         if self.wake is not None:
             self.wake()
 

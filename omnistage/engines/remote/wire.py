@@ -41,8 +41,8 @@ def check_params(params: SamplingParams, config: RemoteStageConfig) -> None:
 
 def _unsupported(params: SamplingParams, config: RemoteStageConfig) -> Iterator[tuple[str, str]]:
     defaults = SamplingParams()
-    refused = ["suppress_token_ids"] if config.server == "vllm" else ["suppress_token_ids", *_VLLM, *_VLLM_ALWAYS]
-    for name in refused:
+    unsupported = ["suppress_token_ids"] if config.server == "vllm" else ["suppress_token_ids", *_VLLM, *_VLLM_ALWAYS]
+    for name in unsupported:
         if getattr(params, name) != getattr(defaults, name):
             yield name, f"it is no parameter of {'vLLM' if config.server == 'vllm' else 'OpenAI'}'s API"
     if params.lora:
@@ -66,7 +66,9 @@ def check_payload(payload: RemotePayload) -> None:
             )
         return
     if payload.streaming or payload.side_rows is not None or payload.positions is not None:
-        raise StageError("a stage on a remote server starts from a whole prompt, and takes no rows of other stages")
+        raise StageError(
+            "a stage on a remote server starts from a whole prompt, and does not accept rows of other stages"
+        )
     if payload.embeds is not None:
         raise InvalidRequestError(
             "embeddings cannot be sent to the server of this stage; send text or token ids", param="prompt_embeds"

@@ -248,10 +248,10 @@ class DiffusersDenoiser(Denoiser):
         Gives the timesteps that are left, and `[1, ...]` each: latents, the scaled picture, its noise.
         """
         strength = default_to(params.strength, self.default_strength)
-        left = skip_to_strength(scheduler, timesteps, steps, strength)
+        remaining = skip_to_strength(scheduler, timesteps, steps, strength)
         picture = self.scaled(sample(condition, generator, self.device))
         gaussian = noise(picture.shape, generator, self.device, picture.dtype)
-        return left, scheduler.scale_noise(picture, left[:1], gaussian), picture, gaussian
+        return remaining, scheduler.scale_noise(picture, remaining[:1], gaussian), picture, gaussian
 
     def scaled(self, latents: Tensor) -> Tensor:
         """Latents of the VAE as the transformer takes them."""
@@ -312,9 +312,9 @@ def set_timesteps(
     **more: float | np.ndarray,
 ) -> Tensor:
     """Set a lane's schedule as diffusers' pipelines do; sigmas and `more` only where the scheduler takes them."""
-    known = inspect.signature(scheduler.set_timesteps).parameters
-    options = {name: value for name, value in more.items() if name in known}
-    if sigmas is not None and "sigmas" in known:
+    parameters = inspect.signature(scheduler.set_timesteps).parameters
+    options = {name: value for name, value in more.items() if name in parameters}
+    if sigmas is not None and "sigmas" in parameters:
         scheduler.set_timesteps(sigmas=sigmas, device=device, **options)
     else:
         scheduler.set_timesteps(steps, device=device, **options)
@@ -325,13 +325,13 @@ def set_timesteps(
 def skip_to_strength(scheduler: SchedulerMixin, timesteps: Tensor, steps: int, strength: float) -> Tensor:
     """The timesteps that are left for an input picture of this strength, as diffusers' `get_timesteps` gives them."""
     start = int(max(steps - min(steps * strength, steps), 0))
-    left = timesteps[start * scheduler.order :]
-    if not len(left):
+    remaining = timesteps[start * scheduler.order :]
+    if not len(remaining):
         raise InvalidRequestError(
             f"{steps} steps at strength {strength:g} leave no step to run; raise one of them", param="strength"
         )
     scheduler.set_begin_index(start * scheduler.order)
-    return left
+    return remaining
 
 
 def distribution(encoded: AutoencoderKLOutput) -> dict[str, Tensor]:

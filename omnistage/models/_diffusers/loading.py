@@ -195,18 +195,18 @@ class Parts:
         parts: dict[str, object] = {}
         self._check_essential((*models, *others, *stand_ins))
         present = [part for part in (*models, *others, *stand_ins) if self.has(part)]
-        for done, part in enumerate(present):
+        for index, part in enumerate(present):
             if context.progress is not None:
-                context.progress(part, done / max(len(present), 1))
+                context.progress(part, index / max(len(present), 1))
             if part in models:
                 dtype = (dtypes or {}).get(part, context.dtype)
                 parts[part] = self.load_model(part, context.device, dtype)
             else:
                 parts[part] = self.load(part) if part in others else self.stand_in(part)
         components = dict.fromkeys(_places(pipeline_class)) | parts
-        known = inspect.signature(pipeline_class.__init__).parameters
+        parameters = inspect.signature(pipeline_class.__init__).parameters
         # Settings (`boundary_ratio`, `is_distilled`) stand in the index beside the parts, which are pairs of names.
-        extra = {k: v for k, v in self.index.items() if k in known and not _is_part(v) and v is not None}
+        extra = {k: v for k, v in self.index.items() if k in parameters and not _is_part(v) and v is not None}
         pipe: DiffusionPipeline = pipeline_class(**(components | extra))
         return pipe
 
@@ -276,8 +276,8 @@ def _shapes(folder: Path) -> list[Sequence[int]]:
 
 def class_of_pipeline(library: object, cls: object) -> type | None:
     """A class that is part of one pipeline's own module in diffusers, like Stable Diffusion's safety checker."""
-    known = isinstance(library, str) and library.isidentifier() and library not in _LIBRARIES
-    module = getattr(diffusers().pipelines, str(library), None) if known else None
+    is_library = isinstance(library, str) and library.isidentifier() and library not in _LIBRARIES
+    module = getattr(diffusers().pipelines, str(library), None) if is_library else None
     if not inspect.ismodule(module) or not module.__name__.startswith("diffusers.pipelines."):
         return None
     value = getattr(module, cls, None) if isinstance(cls, str) and not cls.startswith("_") else None

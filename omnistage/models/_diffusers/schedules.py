@@ -15,14 +15,14 @@ def other_scheduler(stock: SchedulerMixin | None, name: str | None) -> Scheduler
     """The scheduler called `name`, which can take the place of `stock`; None where that is `stock` itself."""
     if name is None or type(stock).__name__ == name:
         return None
-    known = {cls.__name__: cls for cls in getattr(stock, "compatibles", ())}
-    if stock is None or name not in known:
-        names = sorted({type(stock).__name__, *known}) if stock is not None else ["none"]
+    classes = {cls.__name__: cls for cls in getattr(stock, "compatibles", ())}
+    if stock is None or name not in classes:
+        names = sorted({type(stock).__name__, *classes}) if stock is not None else ["none"]
         raise InvalidRequestError(
             f"there is no scheduler {short_repr(name)} for this model; known: {', '.join(names)}", param="scheduler"
         )
     try:
-        return known[name].from_config(stock.config)
+        return classes[name].from_config(stock.config)
     except (ImportError, TypeError, ValueError) as error:  # it needs a package, or settings that these do not have
         reason = " ".join(str(error).split())[:200]
         raise InvalidRequestError(

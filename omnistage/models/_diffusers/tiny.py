@@ -128,8 +128,8 @@ def write_checkpoint(
     lacks.
     """
     report = progress or (lambda _what, _done: None)
-    for done, (name, model) in enumerate(models.items()):
-        report(f"writing {name}", done / len(models))
+    for index_of_model, (name, model) in enumerate(models.items()):
+        report(f"writing {name}", index_of_model / len(models))
         write_model(folder / name, model, seed=seed, dtype=stored_dtype(scale))
     index: dict[str, tuple[str, str] | None] = {
         name: (library_of(model.module), type(model.module).__name__) for name, model in models.items()

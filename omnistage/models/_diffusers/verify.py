@@ -115,8 +115,8 @@ class Recorder:
 
 def call_arguments(pipe: DiffusionPipeline, params: DiffusionParams) -> dict[str, object]:
     """What a pipeline's `__call__` takes of the parameters that are set, with the generator of their seed."""
-    known = inspect.signature(type(pipe).__call__).parameters
-    values = {name: getattr(params, field) for name, field in _ARGUMENTS.items() if name in known}
+    parameters = inspect.signature(type(pipe).__call__).parameters
+    values = {name: getattr(params, field) for name, field in _ARGUMENTS.items() if name in parameters}
     generator = torch.Generator().manual_seed(params.seed or 0)
     return {"generator": generator, **{name: value for name, value in values.items() if value is not None}}
 
@@ -194,8 +194,8 @@ def compare(
     parts = load_components(runner)
     rows: list[VerifyRow] = []
     expected: list[DiffusionResult] = []
-    for done, case in enumerate(cases):
-        report(case.name, done / (count + 1))
+    for index, case in enumerate(cases):
+        report(case.name, index / (count + 1))
         expected.append(reference(case))
         rows += rows_of(case, drive(*parts, case), expected[-1])
     report("all at once", count / (count + 1))

@@ -15,7 +15,6 @@ import torch
 from omnistage.compat import prepare_torchvision
 from omnistage.core.cancellation import locked
 from omnistage.core.errors import CheckpointError, InvalidRequestError, LimitExceededError, MediaError
-from omnistage.core.family import ThinkBlock
 from omnistage.core.messages import (
     PLAIN_TEMPLATE,
     AudioPart,
@@ -30,7 +29,7 @@ from omnistage.hf import transformers
 from omnistage.media.budget import current_hold
 from omnistage.media.hashing import content_key
 from omnistage.models._qwen_omni.expansion import expand, video_default, video_options
-from omnistage.models.chat_template import ChatTemplate, ToolSpec, Turn, joined_texts, turn_of
+from omnistage.models.chat_template import ChatProcessor, ChatTemplate, ToolSpec, Turn, joined_texts, turn_of
 from omnistage.models.loading import positive
 from omnistage.models.prompts import GuardedText, PromptTokenizer, tokens_input
 
@@ -61,7 +60,7 @@ class _Media:
         return self.with_audio == {True}
 
 
-class QwenOmniProcessor(ABC):
+class QwenOmniProcessor(ChatProcessor, ABC):
     """Thread-safe: `transformers`' processor is used by one thread at a time."""
 
     input_modalities = frozenset({Modality.TEXT, Modality.IMAGE, Modality.AUDIO, Modality.VIDEO})
@@ -120,9 +119,7 @@ class QwenOmniProcessor(ABC):
         thinking: bool | None = None,
         template: TemplateOptions = PLAIN_TEMPLATE,
     ) -> ARInput:
-        if not self._processor.chat_template:
-            raise InvalidRequestError("this model has no chat template; use generate() with a plain prompt")
-        self._prompts.limits.check_messages(len(messages), self._message_tokens)
+        self._check_messages(messages, self._processor.chat_template)
         media, guarded = _Media(), self._prompts.guarded()
         turns = [turn_of(m, [_template_part(p, media, guarded) for p in joined_texts(m.parts)]) for m in messages]
         if len(media.with_audio) > 1:
@@ -134,32 +131,15 @@ class QwenOmniProcessor(ABC):
             return ARInput(self._prompts.encode(rendered, guarded))
         return self._with_media(rendered, media, guarded)
 
-    def has_variable(self, name: str) -> bool:
-        return self._template.has_variable(name)
-
-    def think_block(self, thinking: bool | None) -> ThinkBlock | None:
-        return self._template.think_block(thinking)
-
     def _render(self, turns: list[Turn], tools: list[ToolSpec] | None, **options: Any) -> str:
         fixed = {"tokenize": False, "add_generation_prompt": True}
         text = self._processor.apply_chat_template(turns, tools=tools, **{**fixed, **options})
         return str(text[0] if isinstance(text, list) else text)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._prompts.decode(token_ids)
-
-    def text(self, prompt: str) -> ARInput:
-        return self._prompts.text_input(prompt)
-
     def tokens(self, prompt: OmniTokensPrompt) -> ARInput:
         config = self._text_config
-        payload = tokens_input(prompt, int(config.vocab_size), int(config.hidden_size))
-        if payload.embeds is None and set(self._placeholders.values()) & set(payload.token_ids):
-            raise InvalidRequestError(
-                "prompt_token_ids hold media placeholders without media; use chat() to send media",
-                param="prompt_token_ids",
-            )
-        return payload
+        placeholders = set(self._placeholders.values())
+        return tokens_input(prompt, int(config.vocab_size), int(config.hidden_size), placeholders=placeholders)
 
     def voices(self) -> Sequence[str]:
         return self._voices
@@ -184,7 +164,7 @@ class QwenOmniProcessor(ABC):
         try:
             count = sum(self._image_tokens(media)) + sum(self._video_tokens(media))
         except ValueError as error:
-            raise _refused(str(error)) from error
+            raise _media_error(str(error)) from error
         if count > self._prompts.limits.max_tokens:
             raise self._prompts.limits.too_long(f"{count} tokens of media")
         return count
@@ -245,7 +225,7 @@ class QwenOmniProcessor(ABC):
         except (ValueError, StopIteration) as error:
             # A StopIteration has no message: the template named fewer or more media than were sent.
             reason = str(error) or "the chat template's placeholders and the media do not match in number"
-            raise _refused(reason) from error
+            raise _media_error(reason) from error
         if media.audios and int(self._audio_lengths(features).min()) < 1:
             raise _too_short()
         return features
@@ -334,7 +314,7 @@ def _too_short() -> MediaError:
     return MediaError(f"an audio clip is shorter than {_MIN_SECONDS * 1000:g} ms; send a longer one", param="messages")
 
 
-def _refused(reason: str) -> MediaError:
+def _media_error(reason: str) -> MediaError:
     return MediaError(f"the processor cannot take these media: {reason}", param="messages")
 
 

@@ -71,8 +71,10 @@ def _logits(model: PreTrainedModel, ids: torch.Tensor, cached: bool) -> torch.Te
         return model(input_ids=ids, use_cache=False).logits[0]  # type: ignore[no-any-return]
     first = model(input_ids=ids[:, :-1], use_cache=True)
     name = next(name for name in CACHES if name in first)
-    taken = inspect.signature(model.forward).parameters
-    place = {"position_ids": torch.tensor([[ids.shape[1] - 1]], device=ids.device)} if "position_ids" in taken else {}
+    parameters = inspect.signature(model.forward).parameters
+    place = (
+        {"position_ids": torch.tensor([[ids.shape[1] - 1]], device=ids.device)} if "position_ids" in parameters else {}
+    )
     last = model(input_ids=ids[:, -1:], use_cache=True, **{name: first[name]}, **place)
     return torch.cat((first.logits[0], last.logits[0]))
 
@@ -140,10 +142,10 @@ def _check_cached_windows(model: PreTrainedModel, calls: list[AttentionCall]) ->
     if len(layers) != len(calls):
         return
     for number, (layer, call) in enumerate(zip(layers, calls, strict=True)):
-        kept = layer.sliding_window if layer.is_sliding else None
-        if kept is not None and kept != call.window:
+        window = layer.sliding_window if layer.is_sliding else None
+        if window is not None and window != call.window:
             raise UnsupportedModelError(
-                f"layer {number} of {type(model).__name__} keeps {kept} tokens in transformers' cache, but its mask "
+                f"layer {number} of {type(model).__name__} keeps {window} tokens in transformers' cache, but its mask "
                 f"shows {call.window or 'all'}, so what it attends to depends on how a prompt is cut; remove "
                 "sliding_window from config.json to serve it without a window"
             )
@@ -152,7 +154,7 @@ def _check_cached_windows(model: PreTrainedModel, calls: list[AttentionCall]) ->
 def check_logits(component: ARComponent, name: str, expected: Expected) -> None:
     """Compare the probe on the engine with `expected`; refuse a model that differs."""
     try:
-        got = _paged_logits(component, expected.wide)
+        logits = _paged_logits(component, expected.wide)
         if expected.wide and component.spec.states and component.dtype != torch.float32:
             _paged_logits(component, False)  # recurrent layers mix dtypes: whether they run in these
     except torch.OutOfMemoryError:
@@ -161,7 +163,7 @@ def check_logits(component: ARComponent, name: str, expected: Expected) -> None:
         raise _refusal(name, error) from error
     tolerance = _TOLERANCE if expected.wide else rounded_tolerance(_ROUNDED_TOLERANCE)
     scale = float(expected.logits.abs().max()) or 1.0
-    worst = float((got.float() - expected.logits.float()).abs().max()) / scale
+    worst = float((logits.float() - expected.logits.float()).abs().max()) / scale
     if not worst < tolerance:
         raise UnsupportedModelError(
             f"{name} gives other logits on the paged engine than in transformers (by {worst:.1e} of their range): it "

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omnistage.core.errors import CheckpointError, InvalidRequestError, UnsupportedModalityError
-from omnistage.core.family import ThinkBlock
+from omnistage.core.errors import CheckpointError, UnsupportedModalityError
 from omnistage.core.messages import PLAIN_TEMPLATE, ChatMessage, TemplateOptions, TextPart
 from omnistage.core.types import ARInput, Modality, OmniTokensPrompt
 from omnistage.hf import transformers
-from omnistage.models.chat_template import ChatTemplate, ToolSpec, Turn, turn_of
+from omnistage.models.chat_template import ChatProcessor, ChatTemplate, ToolSpec, Turn, turn_of
 from omnistage.models.loading import max_sequence_length, positive, read_auto_config
 from omnistage.models.prompts import PromptTokenizer, tokens_input
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-class CausalLMProcessor:
+class CausalLMProcessor(ChatProcessor):
     """Applies the tokenizer's chat template."""
 
     input_modalities = frozenset({Modality.TEXT})
@@ -48,9 +47,7 @@ class CausalLMProcessor:
         template: TemplateOptions = PLAIN_TEMPLATE,
     ) -> ARInput:
         guarded = self._prompts.guarded()
-        self._prompts.limits.check_messages(len(messages), self._message_tokens)
-        if not self._prompts.tokenizer.chat_template:
-            raise InvalidRequestError("this model has no chat template; use generate() with a plain prompt")
+        self._check_messages(messages, self._prompts.tokenizer.chat_template)
         turns = []
         for message in messages:
             for part in message.parts:
@@ -61,27 +58,12 @@ class CausalLMProcessor:
             turns.append(turn_of(message, content))
         return ARInput(self._prompts.encode(self._template.text(turns, tools, guarded, thinking, template), guarded))
 
-    def has_variable(self, name: str) -> bool:
-        return self._template.has_variable(name)
-
-    def think_block(self, thinking: bool | None) -> ThinkBlock | None:
-        return self._template.think_block(thinking)
-
     def _render(self, turns: list[Turn], tools: list[ToolSpec] | None, **options: Any) -> str:
         fixed = {"tokenize": False, "add_generation_prompt": True}
         return str(self._prompts.tokenizer.apply_chat_template(turns, tools=tools, **{**fixed, **options}))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._prompts.decode(token_ids)
-
-    def text(self, prompt: str) -> ARInput:
-        return self._prompts.text_input(prompt)
-
     def tokens(self, prompt: OmniTokensPrompt) -> ARInput:
         return tokens_input(prompt, self._vocab_size, self._embed_size)
-
-    def voices(self) -> Sequence[str]:
-        return ()
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:

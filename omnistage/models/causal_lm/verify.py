@@ -121,12 +121,12 @@ class _TapSequence(OwnSequence):
     """The sequence, with its first logits kept."""
 
     def __init__(self, inner: OwnSequence, kept: list[torch.Tensor]) -> None:
-        self._inner, self._kept, self._first = inner, kept, True
+        self._inner, self._rows, self._first = inner, kept, True
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         logits = self._inner.forward(token_ids)
         if self._first:
-            self._kept.append(logits.float().cpu())
+            self._rows.append(logits.float().cpu())
         self._first = False
         return logits
 

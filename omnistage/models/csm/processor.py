@@ -85,8 +85,8 @@ class CsmProcessor:
                 "this model needs the words that are said in the clip; send them", param="ref_text"
             )
         content = [{"type": "text", "text": clip_text}, clip]
-        said: dict[str, object] = {"role": "assistant", "content": content}
-        return [said, *self.read_aloud(text)]
+        message: dict[str, object] = {"role": "assistant", "content": content}
+        return [message, *self.read_aloud(text)]
 
     def text(self, prompt: str) -> ARInput:
         if not prompt:
@@ -95,7 +95,9 @@ class CsmProcessor:
 
     def tokens(self, prompt: OmniTokensPrompt) -> ARInput:
         if prompt.prompt_embeds is not None:
-            raise InvalidRequestError("this model takes no prompt_embeds; send a text", param="prompt_embeds")
+            raise InvalidRequestError(
+                "prompt_embeds are not supported by this model; send a text", param="prompt_embeds"
+            )
         payload = tokens_input(prompt, self._text_vocab, 1)
         if self._audio in payload.token_ids:
             raise InvalidRequestError(
@@ -111,7 +113,7 @@ class CsmProcessor:
         for number, message in enumerate(messages, start=1):
             last = number == len(messages)
             text, clip = _parts(message, last=last)
-            ids += (self._begin, *self._said(text, other=message.role == "user" and not last), self._end)
+            ids += (self._begin, *self._turn(text, other=message.role == "user" and not last), self._end)
             if clip is not None:
                 spans.append(self._span(clip, len(ids)))
                 ids += (*[self._audio] * len(spans[-1].positions), self._audio_end)
@@ -119,7 +121,7 @@ class CsmProcessor:
                 raise self._prompts.limits.too_long(f"{len(ids)} tokens")
         return ARInput(tuple(ids), media=tuple(spans), context=self._context)
 
-    def _said(self, text: str, *, other: bool) -> tuple[int, ...]:
+    def _turn(self, text: str, *, other: bool) -> tuple[int, ...]:
         speaker = next(voice for voice in VOICES if voice != self._voice) if other else self._voice
         guarded = self._prompts.guarded()
         return self._prompts.encode(f"[{speaker}]{guarded.guard(text)}", guarded)

@@ -53,12 +53,12 @@ def run(runner: ModelRunner, *, cases: int = 8, seed: int = 0, progress: Progres
     """Compare texts, every other with a conversation before it; float32 on the CPU."""
     check_cases(cases)
     report = progress or (lambda _what, _done: None)
-    chosen = make_cases(cases, seed)
+    selected = make_cases(cases, seed)
     report("our pipeline", 0.0)
-    ours = run_ours(runner, chosen)
+    ours = run_ours(runner, selected)
     report("loading transformers", 0.3)
     reference, rows = Reference(runner.folder), list[VerifyRow]()
-    for index, (case, mine) in enumerate(zip(chosen, ours, strict=True)):
+    for index, (case, mine) in enumerate(zip(selected, ours, strict=True)):
         report(f"transformers: {case.name}", 0.3 + 0.7 * index / cases)
         theirs = reference.run(case)
         difference = float("inf")
@@ -75,9 +75,9 @@ def make_cases(count: int, seed: int) -> list[Case]:
     for index in range(count):
         rng = np.random.default_rng((seed, index))
         roles = ("user", "assistant", "user")[: index % 4] if index % 2 else ()
-        said = tuple((role, _text(rng), _clip(rng)) for role in roles)
-        name = f"{index}:{'conversation' if said else 'text'}"
-        cases.append(Case(name, said, _text(rng), int(rng.integers(3, 25))))
+        turns = tuple((role, _text(rng), _clip(rng)) for role in roles)
+        name = f"{index}:{'conversation' if turns else 'text'}"
+        cases.append(Case(name, turns, _text(rng), int(rng.integers(3, 25))))
     return cases
 
 

@@ -27,7 +27,7 @@ from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
 from omnistage.core.validation import short_repr
-from omnistage.engines.diffusion.whole import Generated, OnStep, VideoWithAudio, WholePipeline
+from omnistage.engines.diffusion.whole_pipeline import Generated, OnStep, VideoWithAudio, WholePipeline
 from omnistage.models._diffusers.loading import INDEX, Parts, check_weights, diffusers
 from omnistage.models._diffusers.schedules import other_scheduler
 from omnistage.models.diffusers_pipeline.inspection import (
@@ -91,12 +91,12 @@ class Pipeline(WholePipeline):
             arguments["generator"] = torch.Generator().manual_seed(seed)
         if "output_type" in self.takes:
             arguments["output_type"] = "np" if self._sound_alone else "pil"
-        done = 0
+        step = 0
 
         def on_step_end(pipe: DiffusionPipeline, _step: int, _time: object, tensors: _Tensors) -> _Tensors:
-            nonlocal done
-            done += 1
-            on_step(done, self._steps(pipe, params))
+            nonlocal step
+            step += 1
+            on_step(step, self._steps(pipe, params))
             return tensors
 
         if "callback_on_step_end" in self.takes:
@@ -111,14 +111,14 @@ class Pipeline(WholePipeline):
             with torch.no_grad():
                 output = self.pipe(**arguments)
         except ValueError as error:
-            if done:
+            if step:
                 raise
             # Before the first step, it is diffusers' own check of what it was given.
             reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
             raise InvalidRequestError(f"{type(self.pipe).__name__} cannot run this: {reason}") from error
         except _CODE_ERRORS as error:
             log_defect("a pipeline of diffusers", error)
-            raise StageError(f"{type(self.pipe).__name__} failed {_where(error, done)}") from error
+            raise StageError(f"{type(self.pipe).__name__} failed {_where(error, step)}") from error
         finally:
             if stock is not None:
                 self.pipe.scheduler = stock
@@ -156,9 +156,9 @@ class Pipeline(WholePipeline):
         if "control_image" in self.takes:
             names = [name for name in ("image", "control_image") if name in self.takes]
             if len(pictures) != len(names):
-                wanted = "one picture, which controls" if len(names) == 1 else "a picture, then one that controls"
+                requirement = "one picture, which controls" if len(names) == 1 else "a picture, then one that controls"
                 raise InvalidRequestError(
-                    f"{type(self.pipe).__name__} takes {wanted}; got {len(pictures)}", param="image"
+                    f"{type(self.pipe).__name__} takes {requirement}; got {len(pictures)}", param="image"
                 )
             return dict(zip(names, pictures, strict=True))
         if not pictures:
@@ -196,13 +196,13 @@ class Pipeline(WholePipeline):
         )
 
 
-def _where(error: Exception, done: int) -> str:
+def _where(error: Exception, step: int) -> str:
     """After which step a pipeline failed, in which of diffusers' or other functions, and with what."""
     frames = traceback.extract_tb(error.__traceback__)
     last = next((frame for frame in reversed(frames) if "diffusers" in Path(frame.filename).parts), frames[-1])
     reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
     place = f"{Path(last.filename).name}:{last.lineno} in {last.name}"
-    return f"after step {done}, at {place} ({type(error).__name__}: {reason})"
+    return f"after step {step}, at {place} ({type(error).__name__}: {reason})"
 
 
 # --------------------------------------------------------------------------------------------------- pixels
@@ -239,9 +239,9 @@ def load(context: LoadContext) -> Pipeline:
     cls = _pipeline_class(parts)
     models = _checked_parts(parts)
     loaded: dict[str, nn.Module] = {}
-    for done, name in enumerate(models):
+    for index, name in enumerate(models):
         if context.progress is not None:
-            context.progress(name, done / len(models))
+            context.progress(name, index / len(models))
         # One by one, for diffusers itself fills weights that a text encoder lacks with noise.
         loaded[name] = parts.load_model(name, context.device, context.dtype)
     pipe = cls.from_pretrained(

@@ -77,19 +77,19 @@ def check_pipeline(cls: type[DiffusionPipeline]) -> None:
             f"{cls.__name__} fetches other checkpoints by itself; serve one of its parts instead"
         )
     _, needs = signature(cls)
-    known = {*INPUT_ARGUMENTS, *(name for names in ARGUMENTS.values() for name in names)}
-    if unknown := sorted(needs - known):
+    arguments = {*INPUT_ARGUMENTS, *(name for names in ARGUMENTS.values() for name in names)}
+    if unknown := sorted(needs - arguments):
         raise UnsupportedModelError(
             f"{cls.__name__} cannot be called without {', '.join(unknown)}, which no request can give"
         )
-    if needed := _NEEDED_INPUTS.get(cls.__name__):
-        raise UnsupportedModelError(f"{cls.__name__} fails without {needed}, which no request can give")
+    if requirement := _NEEDED_INPUTS.get(cls.__name__):
+        raise UnsupportedModelError(f"{cls.__name__} fails without {requirement}, which no request can give")
     if cls.__name__ in _HIGH_DYNAMIC_RANGE:
         raise UnsupportedModelError(f"{cls.__name__} gives frames of high dynamic range, which would be cut to 8 bits")
-    given = output_fields(cls)
-    if given and not given & {*PIXEL_FIELDS, *SOUND_FIELDS}:
+    fields = output_fields(cls)
+    if fields and not fields & {*PIXEL_FIELDS, *SOUND_FIELDS}:
         raise UnsupportedModelError(
-            f"{cls.__name__} gives {', '.join(sorted(given))}; only pipelines that give images, frames or audio are "
+            f"{cls.__name__} gives {', '.join(sorted(fields))}; only pipelines that give images, frames or audio are "
             "served"
         )
 
@@ -109,8 +109,8 @@ def is_sound_pipeline(name: object) -> bool:
 
 def gives_sound_alone(cls: type[DiffusionPipeline]) -> bool:
     """Whether a pipeline gives sound and no pixels."""
-    given = output_fields(cls)
-    return bool(given & set(SOUND_FIELDS)) and not given & set(PIXEL_FIELDS)
+    fields = output_fields(cls)
+    return bool(fields & set(SOUND_FIELDS)) and not fields & set(PIXEL_FIELDS)
 
 
 def default_of(cls: type[DiffusionPipeline], names: Sequence[str]) -> float | None:

@@ -112,11 +112,11 @@ class FillEncoder(Encoder):
         pipe, mask = self.pipe, Image.fromarray(payload.mask) if payload.mask is not None else None
         pixels = pipe.image_processor.preprocess(Image.fromarray(payload.images[0]), height=height, width=width)
         covered = pipe.mask_processor.preprocess(mask, height=height, width=width)
-        kept = distribution(pipe.vae.encode((pixels * (1 - covered)).to(self.device, pipe.vae.dtype)))
+        uncovered = distribution(pipe.vae.encode((pixels * (1 - covered)).to(self.device, pipe.vae.dtype)))
         # A cell of latents has the mask's pixels as channels.
         cells = torch.nn.functional.pixel_unshuffle(covered, pipe.vae_scale_factor)
         shared = distribution(pipe.vae.encode(pixels.to(self.device, pipe.vae.dtype)))
-        shared |= {f"kept_{name}": tensor for name, tensor in kept.items()}
+        shared |= {f"kept_{name}": tensor for name, tensor in uncovered.items()}
         return {**shared, "mask": private_api.flux_pack(cells)[0].to(self.device, pipe.vae.dtype)}
 
 
@@ -217,15 +217,15 @@ class FillDenoiser(Denoiser):
     def open(self, condition: Condition, params: DiffusionParams, generator: torch.Generator) -> Lane:
         lane = super().open(condition, params, generator)
         shared = {name: condition.shared[f"kept_{name}"] for name in ("image_mean", "image_std")}
-        kept = self.scaled(sample(replace(condition, shared=shared), generator, self.device))
-        parts = private_api.flux_pack(kept)[0], condition.shared["mask"].to(self.device)
+        uncovered = self.scaled(sample(replace(condition, shared=shared), generator, self.device))
+        parts = private_api.flux_pack(uncovered)[0], condition.shared["mask"].to(self.device)
         lane.context["kept"] = torch.cat([part.to(lane.latents.dtype) for part in parts], dim=1)
         return lane
 
     def stacked(self, rows: Sequence[Row]) -> Tensors:
         inputs = dict(super().stacked(rows))
-        kept = torch.stack([row.lane.context["kept"] for row in rows])
-        inputs["hidden_states"] = torch.cat([inputs["hidden_states"], kept], dim=2)
+        uncovered = torch.stack([row.lane.context["kept"] for row in rows])
+        inputs["hidden_states"] = torch.cat([inputs["hidden_states"], uncovered], dim=2)
         return inputs
 
 
@@ -242,13 +242,13 @@ def load_denoiser(context: LoadContext) -> Denoiser:
     fill = Parts(context.model.folder).pipeline_class == _FILL
     denoiser = (FillDenoiser if fill else Denoiser).load(context, "FluxPipeline")
     latents, cell = int(denoiser.pipe.vae.config.latent_channels), int(denoiser.pipe.vae_scale_factor)
-    channels, wanted = denoiser.pipe.transformer.config.in_channels, 4 * latents
+    channels, expected = denoiser.pipe.transformer.config.in_channels, 4 * latents
     if fill:
-        wanted += 4 * latents + 4 * cell**2
-    if channels != wanted:
+        expected += 4 * latents + 4 * cell**2
+    if channels != expected:
         raise UnsupportedModelError(
-            f"the transformer in {context.model.folder} takes {channels} channels, and its pipeline gives it {wanted}; "
-            "it was made for another pipeline"
+            f"the transformer in {context.model.folder} takes {channels} channels, and its pipeline gives it "
+            f"{expected}; it was made for another pipeline"
         )
     return denoiser
 

@@ -140,11 +140,11 @@ class Denoiser(DiffusersDenoiser):
     def stacked(self, rows: Sequence[Row]) -> Tensors:
         first = rows[0].lane
         latents = with_references(rows)
-        told = {}
+        guidance = {}
         if "guidance" in first.context:
-            told["guidance"] = torch.stack([row.lane.context["guidance"] for row in rows])
+            guidance["guidance"] = torch.stack([row.lane.context["guidance"] for row in rows])
         return {
-            **told,
+            **guidance,
             "hidden_states": latents.to(self.dtype),
             "timestep": torch.stack([row.timestep for row in rows]).to(latents.dtype) / 1000,
             "encoder_hidden_states": torch.stack([row.tensors["embeds"] for row in rows]),

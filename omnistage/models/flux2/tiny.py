@@ -37,7 +37,7 @@ _DEV_CHAT = (
 
 def mistral(scale: float) -> Mistral3ForConditionalGeneration:
     """A Mistral that sees, on no device. The pipeline reads the hidden states of its layers 10, 20 and 30."""
-    heads, seen = between(scale, (2, 32), 2), between(scale, (1, 16))
+    heads, vision_scale = between(scale, (2, 32), 2), between(scale, (1, 16))
     text = transformers.MistralConfig(
         vocab_size=between(scale, (1024, 131072), 64),
         hidden_size=between(scale, (32, 5120), 32),
@@ -53,10 +53,10 @@ def mistral(scale: float) -> Mistral3ForConditionalGeneration:
         pad_token_id=_special_ids()["<|endoftext|>"],
     )
     vision = transformers.PixtralVisionConfig(
-        hidden_size=seen * 64,
-        intermediate_size=seen * 256,
+        hidden_size=vision_scale * 64,
+        intermediate_size=vision_scale * 256,
         num_hidden_layers=between(scale, (1, 24)),
-        num_attention_heads=seen,
+        num_attention_heads=vision_scale,
         image_size=1540,
         patch_size=14,
     )

@@ -57,11 +57,11 @@ class Encoder(DiffusersEncoder):
                 param="prompt",
             )
         sources = payload.context.get("source_grids", _NO_GRIDS)
-        known = payload.context.get("source_tokens", _NO_TOKENS)
-        if len(sources) != len(payload.images) or len(known) != int(sources.prod(-1).sum()):
+        source_tokens = payload.context.get("source_tokens", _NO_TOKENS)
+        if len(sources) != len(payload.images) or len(source_tokens) != int(sources.prod(-1).sum()):
             raise InvalidRequestError("each input picture needs its tokens from the prior stage", param="image")
         codes = self.pipe.transformer.config.prior_vq_quantizer_codebook_size
-        tokens = torch.cat((torch.tensor(payload.tokens), known.cpu()))
+        tokens = torch.cat((torch.tensor(payload.tokens), source_tokens.cpu()))
         if int(tokens.min()) < 0 or int(tokens.max()) >= codes:
             raise InvalidRequestError(f"picture tokens must be in [0, {codes})", param="prompt")
 

@@ -63,7 +63,7 @@ def target_grids(width: int, height: int, *, edits: bool) -> list[Grid]:
     preview = int(math.sqrt(ratio) * _PREVIEW), int(math.sqrt(1 / ratio) * _PREVIEW)
     if min(preview) < 1:
         raise InvalidRequestError(
-            f"{width}x{height} is too long and thin; ask for a shape nearer to a square", param="width"
+            f"{width}x{height} is outside the supported aspect ratios; choose a size nearer to a square", param="width"
         )
     return [grid, preview]
 
@@ -80,8 +80,8 @@ def fitted_size(width: int, height: int, shortest: int, longest: int) -> tuple[i
         )
     scale = max(1.0, shortest / min(width, height))
     scale = min(scale, longest / max(width, height))
-    fitted = [max(round(side * scale / CELL), 1) * CELL for side in (width, height)]
-    return fitted[0], fitted[1]
+    sides = [max(round(side * scale / CELL), 1) * CELL for side in (width, height)]
+    return sides[0], sides[1]
 
 
 def generated_positions(start: int, grids: Sequence[Grid]) -> Tensor:

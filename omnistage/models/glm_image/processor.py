@@ -50,7 +50,7 @@ class GlmImageInputProcessor:
     ) -> ARInput:
         """The language model's prompt for a picture of the size that `params` asks for."""
         check_params(params, num_images=len(images), masked=mask is not None)
-        pictures = tuple(self._fitted(image) for image in images)
+        pictures = tuple(self._resized(image) for image in images)
         width, height = target_size(params, pictures, DEFAULT_SIZE)
         grids = target_grids(width, height, edits=bool(pictures))
         context = {"image_grid_thw": torch.tensor([[1, *grid] for grid in grids])}
@@ -91,7 +91,7 @@ class GlmImageInputProcessor:
             rendered += f"{processor.grid_bos_token}{rows} {columns}{processor.grid_eos_token}"
         return self._prompts.encode(rendered + processor.bos_token, guarded)
 
-    def _fitted(self, image: np.ndarray) -> np.ndarray:
+    def _resized(self, image: np.ndarray) -> np.ndarray:
         from PIL import Image
 
         bounds = self._processor.image_processor.size

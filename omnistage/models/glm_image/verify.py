@@ -61,13 +61,13 @@ def run(runner: ModelRunner, *, cases: int = 4, seed: int = 0, progress: Progres
     """Greedy tokens of all requests in one batch, then each picture; float32 on the CPU."""
     check_cases(cases)
     report = progress or (lambda _what, _done: None)
-    asked = make_cases(cases, seed)
+    selected = make_cases(cases, seed)
     report("our prior", 0.0)
-    answers = write_ours(load_prior_stage(runner), GlmImageInputProcessor.load(runner.folder), asked)
+    answers = write_ours(load_prior_stage(runner), GlmImageInputProcessor.load(runner.folder), selected)
     report("loading", 0.3)
     parts, reference = load_components(runner), Reference(runner.folder)
     rows: list[VerifyRow] = []
-    for index, (case, ours) in enumerate(zip(asked, answers, strict=True)):
+    for index, (case, ours) in enumerate(zip(selected, answers, strict=True)):
         report(case.name, 0.4 + 0.6 * index / cases)
         theirs = reference.write(replace(case, payload=ours.drawing))
         rows.append(VerifyRow.judge(case.name, "prior tokens", differing(ours, theirs), 0.0))

@@ -36,8 +36,8 @@ class Reference(DiffusersReference):
         latents = packed.transpose(1, 2).reshape(1, -1, *sides)
         vae = pipe.vae
         mean, std = (each.view(1, -1, 1, 1, 1) for each in (vae.latents_mean, vae.latents_std))
-        told = torch.zeros(1) if vae.config.timestep_conditioning else None
-        decoded = vae.decode(latents * std / vae.config.scaling_factor + mean, told, return_dict=False)[0]
+        timestep = torch.zeros(1) if vae.config.timestep_conditioning else None
+        decoded = vae.decode(latents * std / vae.config.scaling_factor + mean, timestep, return_dict=False)[0]
         return DiffusionResult(
             latents[0], to_uint8(pipe.video_processor.postprocess_video(decoded, output_type="np")[0])
         )

@@ -145,9 +145,9 @@ class ItemProcessor:
         ids = _token_ids(outputs)
         tensors = {n: _tensor(value) for n, value in outputs.items() if value is not None and n != "attention_mask"}
         inputs = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        lost = sorted(tensors.keys() - inputs.keys())
-        if lost or all(name.endswith(_OF_TEXT) for name in inputs):
-            what = f"{', '.join(lost)} is no tensor" if lost else "nothing comes of them"
+        missing = sorted(tensors.keys() - inputs.keys())
+        if missing or all(name.endswith(_OF_TEXT) for name in inputs):
+            what = f"{', '.join(missing)} is not a tensor" if missing else "it returns no inputs for them"
             raise MediaError(f"the processor's outputs for these media cannot be used: {what}", param="messages")
         return tuple(ids.tolist()), inputs, _key(media[0][0], {"input_ids": torch.from_numpy(ids), **inputs})
 

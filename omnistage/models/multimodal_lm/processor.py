@@ -22,12 +22,11 @@ from omnistage.core.errors import (
     OmniError,
     UnsupportedModelError,
 )
-from omnistage.core.family import ThinkBlock
 from omnistage.core.messages import PLAIN_TEMPLATE, AudioPart, ChatMessage, ImagePart, Part, TemplateOptions, TextPart
 from omnistage.core.types import ARInput, MediaSpan, Modality, OmniTokensPrompt
 from omnistage.hf import transformers
 from omnistage.media.budget import current_hold
-from omnistage.models.chat_template import ChatTemplate, ToolSpec, Turn, joined_texts, turn_of
+from omnistage.models.chat_template import ChatProcessor, ChatTemplate, ToolSpec, Turn, joined_texts, turn_of
 from omnistage.models.loading import max_sequence_length, positive, read_auto_config
 from omnistage.models.multimodal_lm.items import KINDS, ItemProcessor, Media, MediaItem, find, sample_media
 from omnistage.models.prompts import GuardedText, PromptTokenizer, tokens_input
@@ -51,7 +50,7 @@ _NO_MEDIA = (
 _SENTINEL = re.compile("[\ue0f0\ue0f1]")
 
 
-class MultimodalProcessor:
+class MultimodalProcessor(ChatProcessor):
     """Thread-safe: `transformers`' processor is used by one thread at a time."""
 
     def __init__(self, processor: ProcessorMixin, vocab_size: int, embed_size: int, max_tokens: int) -> None:
@@ -104,8 +103,8 @@ class MultimodalProcessor:
     def check_media(self) -> None:
         """Raise where no kind of media can be given, with what the processor said."""
         if len(self.input_modalities) < 2:
-            said = "; ".join(f"{kind}: {reason}" for kind, reason in self._refusals.items())
-            raise UnsupportedModelError(_NO_MEDIA + (f" ({said})" if said else ""))
+            reasons = "; ".join(f"{kind}: {reason}" for kind, reason in self._refusals.items())
+            raise UnsupportedModelError(_NO_MEDIA + (f" ({reasons})" if reasons else ""))
 
     def chat(
         self,
@@ -137,38 +136,15 @@ class MultimodalProcessor:
         template: TemplateOptions = PLAIN_TEMPLATE,
     ) -> tuple[str, list[Media], GuardedText]:
         """The chat by the processor's own template, and its media in order."""
-        if not self._chat_template:
-            raise InvalidRequestError("this model has no chat template; use generate() with a plain prompt")
-        self._prompts.limits.check_messages(len(messages), self._message_tokens)
+        self._check_messages(messages, self._chat_template)
         media: list[Media] = []
         guarded = self._prompts.guarded()
         turns = [turn_of(m, [self._template_part(p, media, guarded) for p in joined_texts(m.parts)]) for m in messages]
         return self._template.text(turns, tools, guarded, thinking, template), media, guarded
 
-    def has_variable(self, name: str) -> bool:
-        return self._template.has_variable(name)
-
-    def think_block(self, thinking: bool | None) -> ThinkBlock | None:
-        return self._template.think_block(thinking)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._prompts.decode(token_ids)
-
-    def text(self, prompt: str) -> ARInput:
-        return self._prompts.text_input(prompt)
-
     def tokens(self, prompt: OmniTokensPrompt) -> ARInput:
-        payload = tokens_input(prompt, self._vocab_size, self._embed_size)
         ids = {token for text in self._placeholders.values() if text for token in self._prompts.encode(text)}
-        if payload.embeds is None and ids & set(payload.token_ids):
-            raise InvalidRequestError(
-                "prompt_token_ids hold media placeholders without media; use chat() to send media",
-                param="prompt_token_ids",
-            )
-        return payload
-
-    def voices(self) -> Sequence[str]:
-        return ()
+        return tokens_input(prompt, self._vocab_size, self._embed_size, placeholders=ids)
 
     def clip_seconds(self) -> tuple[float, float]:
         extractor = self.items.audio_processor

@@ -40,8 +40,8 @@ def run(runner: ModelRunner, *, cases: int = 6, seed: int = 0, progress: Progres
     chats = make_chats(processor, cases, seed)
     report("our pipeline", 0.0)
     params = SamplingParams(temperature=0.0, max_tokens=_NEW_TOKENS)
-    sent = [[as_sent(message) for message in chat] for chat in chats]
-    ours = runner.chat(sent, [{runner.stage_names[0]: params}] * len(chats))
+    messages_sent = [[as_sent(message) for message in chat] for chat in chats]
+    ours = runner.chat(messages_sent, [{runner.stage_names[0]: params}] * len(chats))
     report("transformers", 0.5)
     theirs = reference_answers(runner.folder, processor, chats, _NEW_TOKENS)
     rows = []

@@ -75,23 +75,23 @@ class BlockBatch:
         self._frames = frames = block_codes * repeats
         counts = [-(-len(window.codes) // block_codes) for window in windows]
         self._starts = [sum(counts[:i]) for i in range(len(counts))]
-        self._left = [window.left for window in windows if window.left is not None]
+        self._previous = [window.left for window in windows if window.left is not None]
         self._keepers = [i for i, window in enumerate(windows) if window.emit_blocks]
         blocks = sum(counts)
-        size = Size.padded(blocks, len(windows)) if padded else Size(blocks, len(self._left))
+        size = Size.padded(blocks, len(windows)) if padded else Size(blocks, len(self._previous))
         self.size = size
         # In numpy: calls into torch give the interpreter away, and other stages' threads want it.
         before, after = np.arange(size.blocks), np.arange(size.blocks)
         valid = np.ones((size.blocks, frames), dtype=np.bool_)
         codes = np.zeros((size.blocks, block_codes), dtype=np.int64)
         noise = np.zeros((size.blocks, frames, windows[0].noise.shape[1]), dtype=np.float32)
-        seen = 0
+        offset = 0
         for window, start, count in zip(windows, self._starts, counts, strict=True):
             before[start + 1 : start + count] = range(start, start + count - 1)
             after[start : start + count - 1] = range(start + 1, start + count)
             if window.left is not None:
-                before[start] = size.blocks + seen
-                seen += 1
+                before[start] = size.blocks + offset
+                offset += 1
             length = len(window.codes)
             codes[start : start + count].reshape(-1)[:length] = window.codes
             noise[start : start + count].reshape(count * frames, -1)[: length * repeats] = window.noise.numpy()
@@ -121,11 +121,11 @@ class BlockBatch:
         `empty` is `[0, evaluations, look-back layers, g, frames, hidden]`; they have as many rows as there is room for
         windows. One buffer serves all intervals.
         """
-        count, shape = len(self._left), (self.size.windows, *empty.shape[1:])
+        count, shape = len(self._previous), (self.size.windows, *empty.shape[1:])
         rows = empty.new_zeros(shape) if count else empty.new_zeros(1, *shape[1:]).expand(shape)
         for i in range(intervals):
             if count:
-                torch.stack([kept[guided][i] for kept in self._left], out=rows[:count])
+                torch.stack([states[guided][i] for states in self._previous], out=rows[:count])
             yield rows
 
     def solutions(self, mel: Tensor, kept: dict[bool, Tensor]) -> list[Solution]:

@@ -93,7 +93,7 @@ def velocity(
     Gives `[n, frames, mel]` twice (the second with no rows where there is no guidance) and
     `[look-back layers, g × w, frames, hidden]`. `fused` computes the same layers with fewer kernels.
     """
-    x, times, codes, cond, reference, scale, before, after, valid, keep, kept = tensors
+    x, times, codes, cond, reference, scale, before, after, valid, keep, block_states = tensors
     guided = len(scale) > 0
     near = Neighbours(before, after, valid)
     text = dit.text_embed(codes)
@@ -101,31 +101,31 @@ def velocity(
     speaker = cond[:, None].expand(-1, x.shape[1], -1)
     rows = dit.input_embed(x, speaker, reference[:, None], text, code_embed_uncond=silent, apply_cfg=guided)
     if guided:
-        near = near.twice(kept.shape[1])
+        near = near.twice(block_states.shape[1])
         keep = torch.cat((keep, keep + len(x)))
     run = functools.partial(_layers, dit) if fused is None else fused
-    out, seen = run(rows, times, near, keep, kept)
+    out, states = run(rows, times, near, keep, block_states)
     plain = dit.proj_out(out)
     guidance = plain[:0]
     if guided:
         plain, without = plain.chunk(2)
         guidance = (plain - without) * scale
-    return plain, guidance, torch.stack(seen) if seen else rows.new_empty(0, len(keep), *rows.shape[1:])
+    return plain, guidance, torch.stack(states) if states else rows.new_empty(0, len(keep), *rows.shape[1:])
 
 
 def _layers(
-    dit: Qwen2_5OmniToken2WavDiTModel, rows: Tensor, times: Tensor, near: Neighbours, keep: Tensor, kept: Tensor
+    dit: Qwen2_5OmniToken2WavDiTModel, rows: Tensor, times: Tensor, near: Neighbours, keep: Tensor, block_states: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
     """All layers and the norm at the end; and the rows `keep` of each look-back layer's input."""
-    view = _View(near, near.masks(kept.shape[1]), rotation(dit, 3 * rows.shape[1]))
-    seen: list[Tensor] = []
+    view = _View(near, near.masks(block_states.shape[1]), rotation(dit, 3 * rows.shape[1]))
+    states: list[Tensor] = []
     for layer, time in zip(dit.transformer_blocks, times[:-2].view(-1, 6, times.shape[1]), strict=True):
-        left = None
+        previous = None
         if layer.look_backward_block:
-            left = kept[len(seen)]
-            seen.append(rows[keep])
-        rows = _layer(layer, rows, left, time, view)
-    return torch.addcmul(times[-2], dit.norm_out.norm(rows), times[-1]), seen
+            previous = block_states[len(states)]
+            states.append(rows[keep])
+        rows = _layer(layer, rows, previous, time, view)
+    return torch.addcmul(times[-2], dit.norm_out.norm(rows), times[-1]), states
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,22 +137,22 @@ class _View:
     rotation: tuple[Tensor, Tensor]
 
 
-def _layer(layer: DiTDecoderLayer, rows: Tensor, left: Tensor | None, time: Tensor, view: _View) -> Tensor:
+def _layer(layer: DiTDecoderLayer, rows: Tensor, previous: Tensor | None, time: Tensor, view: _View) -> Tensor:
     """DiTDecoderLayer.forward on blocks as rows. `left` is there in a look-back layer: its kept rows."""
     shift, scale, gate, ff_shift, ff_scale, ff_gate = time
     attention, count, frames = layer.attn, *rows.shape[:2]
-    source = rows if left is None else torch.cat((rows, left))
+    source = rows if previous is None else torch.cat((rows, previous))
     norm = torch.addcmul(shift, layer.attn_norm.norm(source), scale)
     query, key, value = attention.to_q(norm[:count]), attention.to_k(norm), attention.to_v(norm)
     parts: list[tuple[Tensor, Tensor, Tensor]] = [(key[:count], value[:count], view.masks[1])]
-    if left is not None:
+    if previous is not None:
         before = view.near.before
         parts.insert(0, (key[before], value[before], view.masks[0]))
     if layer.look_ahead_block:
         after = view.near.after
         parts.append((key[after], value[after], view.masks[2]))
     keys, values, mask = (torch.cat(part, dim=1) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
-    first = 0 if left is None else frames  # positions count from the first key
+    first = 0 if previous is None else frames  # positions count from the first key
     mixed = functional.scaled_dot_product_attention(
         _heads(_rotate(query, attention.heads, view.rotation, first), attention.heads),
         _heads(_rotate(keys, attention.heads, view.rotation, 0), attention.heads),

@@ -75,24 +75,24 @@ class FlowSolver:
         function = functools.partial(self.advance, solver, half)
         key = ("dit", batch.size, solver, guided, half)
         x = batch.noise.to(weight.device, weight.dtype)
-        left: list[Iterator[Tensor]] = []
-        kept: dict[bool, Tensor] = {}
+        previous: list[Iterator[Tensor]] = []
+        block_states: dict[bool, Tensor] = {}
         total = params.num_steps - 1
         for kind, count in solver.counts().items():
             empty = weight.new_empty(0, count, *self._kept_shape(1 + (kind and guided)))
-            left.append(batch.left(kind, total, empty))
+            previous.append(batch.left(kind, total, empty))
             if batch.keepers and total:
-                kept[kind] = empty.new_empty(batch.keepers, total, *empty.shape[1:])
+                block_states[kind] = empty.new_empty(batch.keepers, total, *empty.shape[1:])
         for i, interval in enumerate(self.intervals(params)):
-            inputs = (x, *interval, *map(next, left))
+            inputs = (x, *interval, *map(next, previous))
             if graphs is None:
-                x, *seen = function(*inputs, *constants)
+                x, *states = function(*inputs, *constants)
             else:
-                x, *seen = graphs(key, function, *inputs, constants=constants)
-            if kept:
-                targets = [rows[:, i] for rows in kept.values()]
-                torch._foreach_copy_(targets, [rows[: batch.keepers] for rows in seen])
-        return batch.solutions(x if graphs is None else x.clone(), kept)
+                x, *states = graphs(key, function, *inputs, constants=constants)
+            if block_states:
+                targets = [rows[:, i] for rows in block_states.values()]
+                torch._foreach_copy_(targets, [rows[: batch.keepers] for rows in states])
+        return batch.solutions(x if graphs is None else x.clone(), block_states)
 
     def _kept_shape(self, g: int) -> tuple[int, ...]:
         """`[look-back layers, g, frames, hidden]`: of what is kept of a block in one evaluation."""
@@ -107,20 +107,22 @@ class FlowSolver:
 
         Gives the state at its end and, for each kind of evaluation, what is to be kept, in the same order.
         """
-        kept: dict[bool, list[Tensor]] = {kind: [] for kind in solver.counts()}
-        left = dict(zip(kept, rest, strict=False))
-        codes, cond, reference, scale, *places, keep = rest[len(kept) :]
+        block_states: dict[bool, list[Tensor]] = {kind: [] for kind in solver.counts()}
+        previous = dict(zip(block_states, rest, strict=False))
+        codes, cond, reference, scale, *places, keep = rest[len(block_states) :]
 
         def field(x: Tensor, i: int, guided: bool) -> tuple[Tensor, Tensor | None]:
             # From windows first to `[look-back layers, g × windows, frames, hidden]`, and back.
-            own = left[guided][:, len(kept[guided])].permute(1, 2, 0, 3, 4).flatten(1, 2).contiguous()
+            own = previous[guided][:, len(block_states[guided])].permute(1, 2, 0, 3, 4).flatten(1, 2).contiguous()
             condition = (codes, cond, reference, scale if guided else scale[:0])
-            plain, guidance, seen = self._evaluate(half, x, times[i], *condition, *places, keep, own)
-            kept[guided].append(seen.view(len(seen), left[guided].shape[3], len(keep), *seen.shape[2:]))
+            plain, guidance, states = self._evaluate(half, x, times[i], *condition, *places, keep, own)
+            block_states[guided].append(
+                states.view(len(states), previous[guided].shape[3], len(keep), *states.shape[2:])
+            )
             return plain, guidance if len(guidance) else None
 
         x = solver.advance(field, x, step)
-        return (x, *(torch.stack(rows).permute(3, 0, 1, 2, 4, 5) for rows in kept.values()))
+        return (x, *(torch.stack(rows).permute(3, 0, 1, 2, 4, 5) for rows in block_states.values()))
 
     def _evaluate(self, half: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         network, fused = self._networks[half], self._fused.get(half)
@@ -168,8 +170,8 @@ class FlowSolver:
 
     def buffer_bytes(self, quality: SpeechQuality, blocks: int, windows: int) -> int:
         """Inputs and results of a graph, which lie in buffers."""
-        (x, step, times, *left), _ = self._planned_inputs(SOLVERS[quality], blocks, windows)
-        return 2 * sum(tensor.nbytes for tensor in (x, *left)) + step.nbytes + times.nbytes
+        (x, step, times, *states), _ = self._planned_inputs(SOLVERS[quality], blocks, windows)
+        return 2 * sum(tensor.nbytes for tensor in (x, *states)) + step.nbytes + times.nbytes
 
     def _planned_inputs(
         self, solver: Solver, blocks: int, windows: int

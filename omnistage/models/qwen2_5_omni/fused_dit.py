@@ -28,20 +28,20 @@ class FusedLayers:
         self._rotation = rotation(dit, 3 * dit.config.block_size)
 
     def __call__(
-        self, rows: Tensor, times: Tensor, near: Neighbours, keep: Tensor, kept: Tensor
+        self, rows: Tensor, times: Tensor, near: Neighbours, keep: Tensor, block_states: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
         """As `dit._layers`. `rows` is overwritten."""
         count, layers = len(rows), self._dit.transformer_blocks
-        seen: list[Tensor] = []
+        states: list[Tensor] = []
         gated: tuple[Tensor, Tensor] | None = None  # what a layer adds is added when the next one is normalised
         for layer, (weight, bias), time in zip(layers, self._qkv, times[:-2].view(len(layers), 6, -1), strict=True):
             shift, scale, gate, ff_shift, ff_scale, ff_gate = time
-            left = kept[len(seen)] if layer.look_backward_block else rows[:0]
-            norm = rows.new_empty(count + len(left), *rows.shape[1:], dtype=weight.dtype)
+            previous = block_states[len(states)] if layer.look_backward_block else rows[:0]
+            norm = rows.new_empty(count + len(previous), *rows.shape[1:], dtype=weight.dtype)
             add_norm(rows, gated, shift, scale, norm[:count], layer.attn_norm.norm.eps)
             if layer.look_backward_block:
-                seen.append(rows[keep])
-                add_norm(left, None, shift, scale, norm[count:], layer.attn_norm.norm.eps)
+                states.append(rows[keep])
+                add_norm(previous, None, shift, scale, norm[count:], layer.attn_norm.norm.eps)
             mixed = block_attention(
                 functional.linear(norm, weight, bias),
                 layer.attn.heads,
@@ -55,7 +55,7 @@ class FusedLayers:
             gated = ff_gate, layer.ff(norm)
         out = torch.empty_like(rows)
         add_norm(rows, gated, times[-2], times[-1], out, self._dit.norm_out.norm.eps)
-        return out, seen
+        return out, states
 
 
 def _merge(attention: DiTAttention) -> tuple[Tensor, Tensor]:

@@ -352,14 +352,14 @@ class Token2Wav(CodecComponent):
                 first = streams[i].total - len(streams[i].mel)  # the frame with which plan.mel begins
                 borders = ((n - first) * self._samples_per_frame for n in (streams[i].sent, plans[i].sent))
                 waves[i] = samples[slice(*borders)].numpy().copy()
-        left = self.vocoder_context[0]
+        context = self.vocoder_context[0]
         for stream, window, solution, plan in zip(streams, windows, solutions, plans, strict=True):
             emit = window.emit * self._repeats
             stream.total += emit
             stream.sent = plan.sent
-            needed = stream.total - max(0, stream.sent - left)  # frames that BigVGAN will need again
+            frames = stream.total - max(0, stream.sent - context)  # frames that BigVGAN will need again
             end = len(stream.mel) + emit  # of the frames that are solved for good
-            stream.mel = plan.mel[end - needed : end].clone()
+            stream.mel = plan.mel[end - frames : end].clone()
             stream.noise = stream.noise[emit:]
             stream.kept = solution.kept
         return waves
@@ -368,10 +368,10 @@ class Token2Wav(CodecComponent):
         """What BigVGAN gives out now: all samples whose right context is there."""
         right = self.vocoder_context[1]
         emit = window.emit * self._repeats
-        shown = solution.mel if self._early else solution.mel[:emit]
+        emitted_mel = solution.mel if self._early else solution.mel[:emit]
         total = stream.total + emit
-        missing = 0 if window.last else max(0, right - (len(shown) - emit))
-        mel = torch.cat((stream.mel, shown[: emit + right]))  # frames further ahead change nothing
+        missing = 0 if window.last else max(0, right - (len(emitted_mel) - emit))
+        mel = torch.cat((stream.mel, emitted_mel[: emit + right]))  # frames further ahead change nothing
         return _Vocoding(max(stream.sent, total - missing), mel)
 
     def _vocode(self, mel: Tensor, *, graphed: bool) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from omnistage.core.errors import CheckpointError
-from omnistage.engines.codec.receptive import Conv, Layer, Parallel, Transposed, frame_context
+from omnistage.engines.codec.receptive_field import Conv, Layer, Parallel, Transposed, frame_context
 from omnistage.engines.shared_copy import shared_copy
 from omnistage.engines.triton_jit import HAS_TRITON, has_c_compiler
 from omnistage.models.qwen2_5_omni.activation_kernel import TAPS, fused_activation

@@ -28,7 +28,7 @@ class Qwen3OmniProcessor(QwenOmniProcessor):
         config = read_config(folder)
         thinker = config.thinker_config
         processor = load_processor("Qwen3OmniMoeProcessor", folder)
-        made = cls(
+        instance = cls(
             processor,
             thinker,
             tuple(voices_of(config)) if config.enable_audio_output else (),
@@ -40,8 +40,8 @@ class Qwen3OmniProcessor(QwenOmniProcessor):
             position_id_per_seconds=video_default(processor, "position_id_per_seconds"),
             seconds_per_chunk=video_default(processor, "seconds_per_chunk"),
         )
-        made.chunk = 2 * int(thinker.audio_config.n_window)
-        return made
+        instance.chunk = 2 * int(thinker.audio_config.n_window)
+        return instance
 
     def audio_rows(self, frames: torch.Tensor) -> torch.Tensor:
         rest = (frames % self.chunk - 1) // 2 + 1

@@ -22,24 +22,24 @@ class EarlyFeatures(Generic[T]):
         self._extract = extract
         threads = min(_MAX_THREADS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(threads, "features", initializer=set_single_threaded)
-        self._begun: dict[str, tuple[np.ndarray, Future[T]]] = {}
+        self._jobs: dict[str, tuple[np.ndarray, Future[T]]] = {}
 
     def begin(self, request_id: str, samples: np.ndarray) -> None:
-        if request_id not in self._begun:
-            self._begun[request_id] = samples, self._pool.submit(self._extract, samples)
+        if request_id not in self._jobs:
+            self._jobs[request_id] = samples, self._pool.submit(self._extract, samples)
 
     def of(self, clips: Sequence[np.ndarray]) -> list[T]:
         """Those of these clips. What has not begun does so now, all at once."""
-        begun = [(samples, future) for samples, future in tuple(self._begun.values())]
+        entries = [(samples, future) for samples, future in tuple(self._jobs.values())]
         futures = []
         for clip in clips:
-            found = next((future for samples, future in begun if samples is clip), None)
-            futures.append(self._pool.submit(self._extract, clip) if found is None else found)
+            match = next((future for samples, future in entries if samples is clip), None)
+            futures.append(self._pool.submit(self._extract, clip) if match is None else match)
         return [future.result() for future in futures]
 
     def forget(self, request_id: str) -> None:
-        if (begun := self._begun.pop(request_id, None)) is not None:
-            begun[1].cancel()
+        if (entry := self._jobs.pop(request_id, None)) is not None:
+            entry[1].cancel()
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

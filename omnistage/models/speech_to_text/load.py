@@ -34,7 +34,7 @@ def load_recognizer(context: LoadContext) -> ModuleComponent:
     folder = context.model.folder
     config = read_auto_config(folder)
     names = [SEAMLESS.get(name, name) for name in config.architectures or []]
-    cls = next((found for name in names if (found := getattr(transformers, name, None)) is not None), None)
+    cls = next((model_class for name in names if (model_class := getattr(transformers, name, None)) is not None), None)
     if cls is None:
         raise UnsupportedModelError(f"transformers {transformers.__version__} has none of {', '.join(names)}")
     processor = transformers.AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -128,8 +128,8 @@ class RecognizerProcessor:
             )
         code = self._languages.get(name.lower())
         if code is None:
-            known = ", ".join(sorted(set(self._languages.values())))
-            raise InvalidRequestError(f"{name} is none of this model's languages: {known}", param="language")
+            languages = ", ".join(sorted(set(self._languages.values())))
+            raise InvalidRequestError(f"{name} is none of this model's languages: {languages}", param="language")
         return code
 
     def chat(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> SpeechInput:
@@ -156,9 +156,9 @@ def _languages(model_type: str, settings: Any) -> Mapping[str, str]:
     if model_type == "canary":
         names = transformers.models.canary.processing_canary.LANGUAGE_CODE_TO_NAME
     elif model_type == "cohere_asr":
-        spoken = transformers.models.whisper.tokenization_whisper.LANGUAGES
+        languages = transformers.models.whisper.tokenization_whisper.LANGUAGES
         codes = sorted(transformers.models.cohere_asr.processing_cohere_asr.LANGUAGES)
-        names = {code: spoken.get(code, code) for code in codes}
+        names = {code: languages.get(code, code) for code in codes}
     elif model_type in ("seamless_m4t", "seamless_m4t_v2"):
         codes = sorted(getattr(settings, "text_decoder_lang_to_code_id", None) or {})
         short = {_SHORT_CODES[code]: code for code in codes if code in _SHORT_CODES}

@@ -121,7 +121,7 @@ class Recognizer(ModuleComponent):
         live = _LiveText()
 
         def call(paused: PausedCall[list[Transcript]]) -> list[Transcript]:
-            watch = _Watch(paused, self._shown(live) if options.stream else None)
+            watch = _Watch(paused, self._live_callback(live) if options.stream else None)
             hooks = {"stopping_criteria": transformers.StoppingCriteriaList([watch])}
             with torch.inference_mode():
                 return self.transcribe([clip.samples for clip in clips], options, **hooks)
@@ -131,7 +131,7 @@ class Recognizer(ModuleComponent):
         self._batches |= dict.fromkeys(ids, batch)
         self._waiting_alone.difference_update(ids)
 
-    def _shown(self, live: _LiveText) -> Callable[[list[int]], None]:
+    def _live_callback(self, live: _LiveText) -> Callable[[list[int]], None]:
         """Takes the tokens of a sequence as it grows, and keeps what is complete of the text."""
         before: list[int] = []
         window: list[int] = []
@@ -172,8 +172,8 @@ class Recognizer(ModuleComponent):
         del self._batches[request_id]
         whole = batch.call.result[batch.request_ids.index(request_id)]
         rest = (whole.whole or "").strip()
-        sent = live.sent.lstrip()
-        new = rest.removeprefix(sent) if rest.startswith(sent) else ""
+        sent_text = live.sent.lstrip()
+        new = rest.removeprefix(sent_text) if rest.startswith(sent_text) else ""
         tokens = live.token_ids if live.sent else whole.token_ids
         return replace(whole, text=new, token_ids=tokens, whole=rest)
 
@@ -317,12 +317,12 @@ class WhisperRecognizer(Recognizer):
 
     def _features(self, clips: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
         """Each clip by itself, then padded: a clip's last frames do not depend on its company."""
-        found = self._early.of(clips)
-        rows = [one.input_features[0] for one in found]
+        early = self._early.of(clips)
+        rows = [one.input_features[0] for one in early]
         longest = max(row.shape[-1] for row in rows)
         features = torch.stack([torch.nn.functional.pad(row, (0, longest - row.shape[-1])) for row in rows])
         mask = torch.zeros(len(rows), longest, dtype=torch.long)
-        for place, one in enumerate(found):
+        for place, one in enumerate(early):
             mask[place, : one.attention_mask.shape[-1]] = one.attention_mask[0]
         return features.to(self.device, self.model.dtype), mask.to(self.device)
 
@@ -412,8 +412,8 @@ class CTCRecognizer(ModuleComponent):
         blank, rows = self.processor.tokenizer.pad_token_id, ids.tolist()
         tokens = [tuple(token for token, _ in itertools.groupby(row) if token != blank) for row in rows]
         return [
-            Transcript(text.strip(), kept, whole=text.strip(), seconds=seconds)
-            for text, kept in zip(texts, tokens, strict=True)
+            Transcript(text.strip(), generated, whole=text.strip(), seconds=seconds)
+            for text, generated in zip(texts, tokens, strict=True)
         ]
 
 

@@ -190,7 +190,7 @@ class Denoiser(DiffusersDenoiser):
         except (ValueError, IndexError, ArithmeticError) as error:  # some want few, some at least a few
             reason = " ".join(str(error).split())[:200]
             raise InvalidRequestError(
-                f"{type(scheduler).__name__} cannot take {steps} steps ({reason}); ask for another number",
+                f"{type(scheduler).__name__} cannot take {steps} steps ({reason}); choose another number",
                 param="steps",
             ) from error
 
@@ -244,8 +244,8 @@ class Denoiser(DiffusersDenoiser):
         painting, dtype = "mask" in condition.shared, condition.positive["embeds"].dtype
         strength, steps = self.kind.strength(params, painting=painting), params.steps or _STEPS
         start = max(steps - min(int(steps * strength), steps), 0) * scheduler.order
-        left = timesteps[start:]
-        if not len(left):
+        remaining = timesteps[start:]
+        if not len(remaining):
             raise InvalidRequestError(
                 f"{steps} steps at strength {strength:g} leave no step to run; raise one of them", param="strength"
             )
@@ -264,8 +264,8 @@ class Denoiser(DiffusersDenoiser):
                 {"masked": self.scaled(masked)[0]} if self.kind.inpainting else {"picture": picture, "noise": gaussian}
             )
         if ignored or picture is None:
-            return left, gaussian * scheduler.init_noise_sigma
-        return left, scheduler.add_noise(picture, gaussian, left[:1])
+            return remaining, gaussian * scheduler.init_noise_sigma
+        return remaining, scheduler.add_noise(picture, gaussian, remaining[:1])
 
     def _masked(self, condition: Condition, generator: torch.Generator) -> Tensor:
         """The masked picture's latents; plain UNets do not read them, but schedulers go on with the same generator."""
@@ -365,11 +365,11 @@ class Decoder(VaeDecoder):
         return unscaled
 
     def pixels(self, images: Tensor) -> list[np.ndarray]:
-        drawn = super().pixels(images)
+        pictures = super().pixels(images)
         if self.pipe.components.get("safety_checker") is None:
-            return drawn
-        _, found = self.pipe.run_safety_checker(images, self.device, images.dtype)
-        return [np.zeros_like(pixels) if unsafe else pixels for pixels, unsafe in zip(drawn, found, strict=True)]
+            return pictures
+        _, flags = self.pipe.run_safety_checker(images, self.device, images.dtype)
+        return [np.zeros_like(pixels) if unsafe else pixels for pixels, unsafe in zip(pictures, flags, strict=True)]
 
 
 def _statistics(config: Any, like: Tensor) -> tuple[Tensor, Tensor] | None:

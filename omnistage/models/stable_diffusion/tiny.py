@@ -115,14 +115,14 @@ def write(
 ) -> None:
     """Write the checkpoint into `folder`, which must be new or empty."""
     common.start(folder, scale, variant, VARIANTS)
-    chosen = VARIANTS[variant]
+    options = VARIANTS[variant]
     widest = 1024 if variant == "v2" else 768
     first = parts.clip(scale, hidden=(32, widest), layers=(2, 23 if variant == "v2" else 12), projected=False)
     models = {"text_encoder": TinyModel(first, parts.clip_init, parts.clip_hub_name)}
     others: dict[str, TinyPart | None] = {"feature_extractor": None, "image_encoder": None}
     others["tokenizer"] = parts.clip_tokenizer()
     text, pooled = first.config.hidden_size, 0
-    if chosen.xl:
+    if options.xl:
         second = parts.clip(scale, hidden=(32, 1280), layers=(2, 32), projected=True)
         models["text_encoder_2"] = TinyModel(second, parts.clip_init)
         others["tokenizer_2"] = parts.clip_tokenizer(pad_token="!")
@@ -130,19 +130,19 @@ def write(
     else:
         others["safety_checker"] = None
     widths = {"text": text, "pooled": pooled}
-    models["unet"] = TinyModel(unet(scale, chosen, **widths), parts.transformer_init)
-    if chosen.control:
-        models["controlnet"] = TinyModel(controlnet(scale, chosen, **widths), _controlnet_init)
-    factor = 0.13025 if chosen.xl else 0.18215
+    models["unet"] = TinyModel(unet(scale, options, **widths), parts.transformer_init)
+    if options.control:
+        models["controlnet"] = TinyModel(controlnet(scale, options, **widths), _controlnet_init)
+    factor = 0.13025 if options.xl else 0.18215
     vae = parts.autoencoder(
         scale, scaling_factor=factor, latent_channels=4, use_quant_conv=True, use_post_quant_conv=True
     )
     models["vae"] = TinyModel(vae, parts.vae_init)
-    scheduler = getattr(diffusers(), chosen.scheduler)(**chosen.settings)
-    others["scheduler"] = TinyPart("diffusers", chosen.scheduler, scheduler.save_pretrained)
-    setting: Any = {"force_zeros_for_empty_prompt": True} if chosen.xl else {"requires_safety_checker": False}
+    scheduler = getattr(diffusers(), options.scheduler)(**options.settings)
+    others["scheduler"] = TinyPart("diffusers", options.scheduler, scheduler.save_pretrained)
+    setting: Any = {"force_zeros_for_empty_prompt": True} if options.xl else {"requires_safety_checker": False}
     parts.write_checkpoint(
-        folder, chosen.pipeline, models, others, seed=seed, scale=scale, progress=progress, **setting
+        folder, options.pipeline, models, others, seed=seed, scale=scale, progress=progress, **setting
     )
 
 

@@ -47,8 +47,8 @@ class Reference(DiffusersReference):
         settings = {name: self.pipe.config[name] for name in names}
         pipe = self.variant(self.pipeline_for(payload), **settings)
         if params.scheduler is not None:
-            known = {each.__name__: each for each in (type(self.stock), *self.stock.compatibles)}
-            pipe.scheduler = known[params.scheduler].from_config(self.stock.config)
+            schedulers = {each.__name__: each for each in (type(self.stock), *self.stock.compatibles)}
+            pipe.scheduler = schedulers[params.scheduler].from_config(self.stock.config)
         arguments = call_arguments(pipe, params)
         images = [Image.fromarray(pixels) for pixels in payload.images]
         if self.kind.control:

@@ -45,7 +45,7 @@ class Encoder(DiffusersEncoder):
         width, height = self.size(payload, params)
         for name, value in (("width", width), ("height", height)):
             if value > limit:
-                message = f"must be at most {limit}, got {value}; ask for a smaller size"
+                message = f"must be at most {limit}, got {value}; choose a smaller size"
                 raise SizeLimitError(message, side=name, nearest=limit)
 
     def guided(self, params: DiffusionParams) -> bool:

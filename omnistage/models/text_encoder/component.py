@@ -83,11 +83,11 @@ class TextModule(ModuleComponent):
             )
 
     def run(self, jobs: Sequence[Job]) -> list[ModuleOutput | Unfinished]:
-        picked: list[list[_Row]] = []
+        batches: list[list[_Row]] = []
         for number, job in enumerate(jobs):
             rows = _rows(number, job)[len(self._results.get(job.info.request_id, ())) :]
-            picked.append(_first(rows, _RUN_TOKENS // len(jobs)))
-        order = sorted((row for rows in picked for row in rows), key=lambda row: len(row.ids), reverse=True)
+            batches.append(_first(rows, _RUN_TOKENS // len(jobs)))
+        order = sorted((row for rows in batches for row in rows), key=lambda row: len(row.ids), reverse=True)
         vectors: dict[int, np.ndarray] = {}
         while order:
             count = self._batch(order)
@@ -95,7 +95,7 @@ class TextModule(ModuleComponent):
                 vectors[id(row)] = vector
             order = order[count:]
         results: list[ModuleOutput | Unfinished] = []
-        for job, rows in zip(jobs, picked, strict=True):  # only now: a run that failed has changed nothing
+        for job, rows in zip(jobs, batches, strict=True):  # only now: a run that failed has changed nothing
             so_far = self._results.setdefault(job.info.request_id, [])
             so_far += [vectors[id(row)] for row in rows]
             if len(so_far) < len(_arrays(job.payload)[LENGTHS]):
@@ -210,13 +210,13 @@ def _rows(number: int, job: Job) -> list[_Row]:
 
 def _first(rows: Sequence[_Row], budget: int) -> list[_Row]:
     """At least one row, and as many as the budget of tokens holds."""
-    picked: list[_Row] = []
+    batch: list[_Row] = []
     for row in rows:
         budget -= len(row.ids)
-        if picked and budget < 0:
+        if batch and budget < 0:
             break
-        picked.append(row)
-    return picked
+        batch.append(row)
+    return batch
 
 
 def _positions(model: PreTrainedModel) -> int | None:

@@ -94,13 +94,13 @@ def _read_modules(folder: Path) -> list[tuple[str, Path]]:
 def _pooling(config: Mapping[str, object]) -> tuple[str, ...]:
     if config.get("include_prompt") is False:
         raise UnsupportedModelError("its pooling leaves prompts out (include_prompt: false), which is not served")
-    named = config.get("pooling_mode")
-    if named is not None:
-        modes = tuple(named) if isinstance(named, list) else (str(named),)
+    pooling = config.get("pooling_mode")
+    if pooling is not None:
+        modes = tuple(pooling) if isinstance(pooling, list) else (str(pooling),)
     else:
         modes = tuple(mode for name, mode in _OLD_NAMES.items() if config.get(name) is True)
     if not modes or (unknown := [mode for mode in modes if mode not in POOLINGS]):
-        raise UnsupportedModelError(f"its pooling is {named or unknown or 'none'}; served: {', '.join(POOLINGS)}")
+        raise UnsupportedModelError(f"its pooling is {pooling or unknown or 'none'}; served: {', '.join(POOLINGS)}")
     return modes
 
 

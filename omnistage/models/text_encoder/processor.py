@@ -114,7 +114,9 @@ class EncoderProcessor:
 
     def tokens(self, prompt: OmniTokensPrompt) -> ModuleInput:
         if prompt.prompt_embeds is not None:
-            raise InvalidRequestError("this model takes no prompt_embeds; send a text", param="prompt_embeds")
+            raise InvalidRequestError(
+                "prompt_embeds are not supported by this model; send a text", param="prompt_embeds"
+            )
         return self.encode(TextBatch((prompt.prompt_token_ids,)))
 
     def chat(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> ModuleInput:
@@ -144,9 +146,9 @@ def _matryoshka(config: PreTrainedConfig) -> tuple[int, ...] | None:
 
 def _scores_sigmoid(config: PreTrainedConfig) -> bool:
     settings = getattr(config, "sentence_transformers", None)
-    named = settings.get("activation_fn") if isinstance(settings, dict) else None
-    named = named or getattr(config, "sbert_ce_default_activation_function", None) or "Sigmoid"
-    kind = str(named).rsplit(".", 1)[-1]
+    activation = settings.get("activation_fn") if isinstance(settings, dict) else None
+    activation = activation or getattr(config, "sbert_ce_default_activation_function", None) or "Sigmoid"
+    kind = str(activation).rsplit(".", 1)[-1]
     if kind not in ("Sigmoid", "Identity"):
         raise UnsupportedModelError(f"config.json asks for scores by {kind}; Sigmoid and Identity are served")
     return kind == "Sigmoid"

@@ -86,8 +86,8 @@ def _load_codec(context: LoadContext) -> Any:
     folder = context.model.folder
     place = folder / _CODEC
     path = folder / "processor_config.json"
-    named = read_json(path).get("audio_tokenizer") if path.is_file() else None
-    where = named.get("audio_tokenizer_name_or_path") if isinstance(named, dict) else None
+    codec_name = read_json(path).get("audio_tokenizer") if path.is_file() else None
+    where = codec_name.get("audio_tokenizer_name_or_path") if isinstance(codec_name, dict) else None
     if not (place / "config.json").is_file():
         raise CheckpointError(f"the model needs its audio tokenizer ({where or 'see its page'}): put it into {place}")
     config = read_auto_config(place)
@@ -113,7 +113,7 @@ def _load_speecht5(model: Any, context: LoadContext) -> speakers.SpeechT5:
     wrong = [name for name, vector in vectors.items() if vector.shape[1] != config.speaker_embedding_dim]
     if wrong or not vectors:
         raise CheckpointError(f"{SPEAKERS} must hold vectors of {config.speaker_embedding_dim} numbers; check {wrong}")
-    placed: dict[str, torch.Tensor] = {
+    moved_tensors: dict[str, torch.Tensor] = {
         name: vector.to(context.device, context.dtype) for name, vector in vectors.items()
     }
-    return speakers.SpeechT5(model, context.device, hifigan, placed)
+    return speakers.SpeechT5(model, context.device, hifigan, moved_tensors)

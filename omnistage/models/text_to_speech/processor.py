@@ -71,7 +71,7 @@ class TextReader(ABC):
     def chat(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> ModuleInput:
         parts = [part for message in messages for part in message.parts]
         if tools or not messages or not all(isinstance(part, TextPart) for part in parts):
-            raise UnsupportedModalityError("this model speaks one text; send just that", param="messages")
+            raise UnsupportedModalityError("this model takes one text; send only that", param="messages")
         return self.text("".join(part.text for part in messages[-1].parts if isinstance(part, TextPart)))
 
     def tokens(self, prompt: OmniTokensPrompt) -> ModuleInput:

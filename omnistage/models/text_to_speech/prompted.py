@@ -24,12 +24,12 @@ class PromptedProcessor(TextReader):
     clip_rate = 24_000
     """Of clips in messages, which none of these models takes."""
 
-    def __init__(self, processor: Any, named: Mapping[str, np.ndarray], max_tokens: int) -> None:
-        super().__init__(tuple(named), max_tokens)
+    def __init__(self, processor: Any, recordings: Mapping[str, np.ndarray], max_tokens: int) -> None:
+        super().__init__(tuple(recordings), max_tokens)
         self.processor = processor
-        self._named = named
-        self._voice = next(iter(named), None)
-        self._special = special_spellings(processor.tokenizer) - _SPOKEN
+        self._recordings = recordings
+        self._voice = next(iter(recordings), None)
+        self._special = special_spellings(processor.tokenizer) - _SPEAKERS
 
     def with_voice(self, voice: str | None) -> PromptedProcessor:
         if voice is None or voice == self._voice:
@@ -40,24 +40,24 @@ class PromptedProcessor(TextReader):
 
     def prompt(self, text: str, voice: np.ndarray | None) -> Mapping[str, Any]:
         """What the processor makes of it, each with a first dimension of 1."""
-        heard = [] if voice is None else [{"type": "audio"}]
-        conversation = [{"role": "user", "content": [*heard, {"type": "text", "text": text}]}]
-        written = self.processor.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-        spoken = {} if voice is None else {"audio_prompt_latents": [torch.from_numpy(voice)]}
+        audio_parts = [] if voice is None else [{"type": "audio"}]
+        conversation = [{"role": "user", "content": [*audio_parts, {"type": "text", "text": text}]}]
+        rendered = self.processor.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        voice_inputs = {} if voice is None else {"audio_prompt_latents": [torch.from_numpy(voice)]}
         inputs: Mapping[str, Any] = self.processor(
-            text=written, return_tensors="pt", add_special_tokens=False, **spoken
+            text=rendered, return_tensors="pt", add_special_tokens=False, **voice_inputs
         )
         return inputs
 
     def encode(self, text: str) -> Mapping[str, np.ndarray]:
         self.reject_spellings(text, self._special)
-        inputs = self.prompt(text, None if self._voice is None else self._named[self._voice])
+        inputs = self.prompt(text, None if self._voice is None else self._recordings[self._voice])
         arrays = {name: value[0].numpy() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
         self.check_length(len(arrays["input_ids"]))
         return {TOKEN_IDS if name == "input_ids" else name: array for name, array in arrays.items()}
 
 
-_SPOKEN = frozenset(("[S1]", "[S2]"))
+_SPEAKERS = frozenset(("[S1]", "[S2]"))
 """Dia's marks of who speaks, which are part of a text."""
 
 
@@ -71,8 +71,8 @@ class DiaProcessor(PromptedProcessor):
 class HiggsProcessor(PromptedProcessor):
     def prompt(self, text: str, voice: np.ndarray | None) -> Mapping[str, Any]:
         del voice
-        said = (("system", _SYSTEM), ("user", text))
-        conversation = [{"role": role, "content": [{"type": "text", "text": words}]} for role, words in said]
+        messages = (("system", _SYSTEM), ("user", text))
+        conversation = [{"role": role, "content": [{"type": "text", "text": words}]} for role, words in messages]
         inputs: Mapping[str, Any] = self.processor.apply_chat_template(
             conversation, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
         )
@@ -81,8 +81,8 @@ class HiggsProcessor(PromptedProcessor):
 
 class VibeVoiceProcessor(PromptedProcessor):
     def prompt(self, text: str, voice: np.ndarray | None) -> Mapping[str, Any]:
-        heard = [] if voice is None else [{"type": "audio", "audio": voice}]
-        conversation = [{"role": "0", "content": [{"type": "text", "text": text}, *heard]}]
+        audio_parts = [] if voice is None else [{"type": "audio", "audio": voice}]
+        conversation = [{"role": "0", "content": [{"type": "text", "text": text}, *audio_parts]}]
         inputs: Mapping[str, Any] = self.processor.apply_chat_template(
             conversation, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
         )
@@ -125,7 +125,7 @@ def load_prompted(folder: Path, config: Any) -> PromptedProcessor:
     if kind == "higgs_audio_v2":
         return HiggsProcessor(processor, {}, config.max_position_embeddings)
     if kind == "vibevoice":
-        named = voices.recordings(folder, processor.feature_extractor.sampling_rate)
-        return VibeVoiceProcessor(processor, named, config.text_config.max_position_embeddings)
+        recordings = voices.recordings(folder, processor.feature_extractor.sampling_rate)
+        return VibeVoiceProcessor(processor, recordings, config.text_config.max_position_embeddings)
     width = config.latent_dim if kind == "pocket_tts" else config.audio_prompt_dim
     return PromptedProcessor(processor, voices.latents(folder, width), config.max_position_embeddings)

@@ -111,18 +111,18 @@ class Synthesiser(ModuleComponent):
         self._running, self._until = speech, time.monotonic() + _SLICE_SECONDS
         try:
             with speech.random.current():
-                done = speech.call.advance()
+                finished = speech.call.advance()
         except BaseException:
             del self._speeches[name]
             raise
         finally:
             self._running = None
-        if done:
+        if finished:
             del self._speeches[name]
             speech.pieces.append(speech.call.result)
         samples = [piece.reshape(-1).float().cpu().numpy().astype(np.float32) for piece in speech.pieces]
         speech.pieces.clear()
-        if not done:
+        if not finished:
             return Partial(AudioChunk(np.concatenate(samples), self._sample_rate)) if samples else UNFINISHED
         return AudioChunk(np.concatenate(samples), self._sample_rate)
 
@@ -131,7 +131,7 @@ class Synthesiser(ModuleComponent):
         if not isinstance(payload, ModuleInput):
             raise InternalError(f"a synthesiser takes a ModuleInput, not a {type(payload).__name__}")
         arrays = {"input_ids" if name == TOKEN_IDS else name: array for name, array in payload.arrays.items()}
-        inputs = {name: self._placed(array) for name, array in arrays.items()}
+        inputs = {name: self._to_device(array) for name, array in arrays.items()}
         seed = secrets.randbits(63) if job.params.seed is None else job.params.seed
 
         def call(paused: PausedCall[torch.Tensor]) -> torch.Tensor:
@@ -141,7 +141,7 @@ class Synthesiser(ModuleComponent):
 
         return _Speech(PausedCall(call, "speak"), RandomState(seed, self._device))
 
-    def _placed(self, array: np.ndarray) -> torch.Tensor:
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.asarray(array))[None].to(self._device)
         return tensor.to(self.model.dtype) if tensor.is_floating_point() else tensor
 

@@ -47,7 +47,7 @@ def vectors(path: Path, width: int) -> tuple[str, ...]:
 
 def latents(folder: Path, width: int) -> Mapping[str, np.ndarray]:
     """Voices of Pocket TTS and Phonon: `voices/NAME.safetensors`, each with one matrix [frames, width]."""
-    found = {}
+    latents = {}
     for path in sorted((folder / VOICES).glob("*.safetensors")):
         try:
             with safe_open(path, framework="np") as file:
@@ -59,18 +59,18 @@ def latents(folder: Path, width: int) -> Mapping[str, np.ndarray]:
                 f"{path} must hold one matrix [frames, {width}], the latents of a voice; caches of keys and values are "
                 "not served"
             )
-        found[path.stem] = arrays[0].astype(np.float32)
-    return found
+        latents[path.stem] = arrays[0].astype(np.float32)
+    return latents
 
 
 def recordings(folder: Path, rate: int) -> Mapping[str, np.ndarray]:
     """Voices of VibeVoice: `voices/NAME.wav`, each a recording of somebody who speaks."""
-    found: dict[str, Any] = {}
+    recordings: dict[str, Any] = {}
     for path in sorted((folder / VOICES).glob("*.wav")):
         if path.stat().st_size > _MAX_VOICE_BYTES:
             raise CheckpointError(f"{path} has more than {_MAX_VOICE_BYTES:,} bytes; cut it to some seconds")
         try:
-            found[path.stem] = decode_audio_bytes(path.read_bytes(), MediaLimits(), rate).samples
+            recordings[path.stem] = decode_audio_bytes(path.read_bytes(), MediaLimits(), rate).samples
         except MediaError as error:
             raise CheckpointError(f"{path} is not a recording of a voice: {error}") from error
-    return found
+    return recordings

@@ -71,10 +71,10 @@ class Encoder(DiffusersEncoder):
 
     def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
         if len(payload.images) < self.min_images:
-            needed = (
+            requirement = (
                 "a picture to start from" if self.min_images == 1 else "two pictures, to start from and to end with"
             )
-            raise InvalidRequestError(f"this model needs {needed}, got {len(payload.images)}", param="image")
+            raise InvalidRequestError(f"this model needs {requirement}, got {len(payload.images)}", param="image")
         super().check(payload, params)
         frames, factor = self.num_frames(params), self.pipe.vae_scale_factor_temporal
         check_frames(frames, factor)

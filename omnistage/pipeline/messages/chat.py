@@ -198,8 +198,8 @@ def _parse_message(message: object, path: str, options: _Options) -> tuple[ChatM
         raise InvalidRequestError(f'must be an object with "role" and "content", got {_kind(message)}', param=path)
     role_name = message.get("role")
     if not isinstance(role_name, str) or role_name not in _ROLES:
-        got = repr(role_name[:40]) if isinstance(role_name, str) else _kind(role_name)
-        raise InvalidRequestError(f"must be one of {', '.join(_ROLES)}, got {got}", param=f"{path}.role")
+        value = repr(role_name[:40]) if isinstance(role_name, str) else _kind(role_name)
+        raise InvalidRequestError(f"must be one of {', '.join(_ROLES)}, got {value}", param=f"{path}.role")
     role = _ROLES[role_name]
     if not message.keys() <= _MESSAGE_FIELDS:
         raise _unknown_field(message, _MESSAGE_FIELDS, path)
@@ -224,9 +224,9 @@ def _parse_message(message: object, path: str, options: _Options) -> tuple[ChatM
     return ChatMessage(role, (), tool_calls=calls, **texts), _parse_content(content, role, where, options)
 
 
-def _unknown_field(values: Mapping[Any, object], known: frozenset[str], path: str) -> InvalidRequestError:
-    name = str(next(key for key in values if key not in known))[:MAX_NAME_CHARS]
-    unknown = "there is no such field; leave it out"
+def _unknown_field(values: Mapping[Any, object], fields: frozenset[str], path: str) -> InvalidRequestError:
+    name = str(next(key for key in values if key not in fields))[:MAX_NAME_CHARS]
+    unknown = "unknown field; leave it out"
     why = "no files are kept; send the content as a data: URL" if name == "file_id" else unknown
     return InvalidRequestError(why, param=f"{path}.{name}")
 
@@ -304,9 +304,9 @@ def _parse_part(part: object, role: Role, path: str, options: _Options) -> _Pars
             "files are not read here; send their text, images or audio as separate parts", param=f"{path}.type"
         )
     if not isinstance(name, str) or name not in _MEDIA_PARTS:
-        got = repr(name[:40]) if isinstance(name, str) else _kind(name)
-        known = ", ".join((*_TEXT_TYPES, *_MEDIA_PARTS))
-        raise InvalidRequestError(f"must be one of {known}, got {got}", param=f"{path}.type")
+        value = repr(name[:40]) if isinstance(name, str) else _kind(name)
+        types = ", ".join((*_TEXT_TYPES, *_MEDIA_PARTS))
+        raise InvalidRequestError(f"must be one of {types}, got {value}", param=f"{path}.type")
     parse, key = _MEDIA_PARTS[name]
     if not part.keys() <= (fields := _PART_FIELDS | {key}):
         raise _unknown_field(part, fields, path)
@@ -331,8 +331,8 @@ def _source(part: Mapping[str, Any], key: str, path: str) -> tuple[Any, str]:
     if isinstance(value, Mapping):
         value, path = value.get("url"), f"{path}.url"
     if not isinstance(value, str) or not value:
-        got = "an empty string" if isinstance(value, str) else _kind(value)
-        raise InvalidRequestError(f"must be a URL such as data:<type>;base64,<data>, got {got}", param=path)
+        description = "an empty string" if isinstance(value, str) else _kind(value)
+        raise InvalidRequestError(f"must be a URL such as data:<type>;base64,<data>, got {description}", param=path)
     return value, path
 
 

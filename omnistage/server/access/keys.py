@@ -200,7 +200,7 @@ class Keyring:
             return
         if holder.max_concurrent is not None and answers > holder.max_concurrent:
             raise LimitExceededError(
-                f"{answers} answers at once are over this key's limit of {holder.max_concurrent}; ask for fewer",
+                f"{answers} answers at once are over this key's limit of {holder.max_concurrent}; request fewer",
                 param=param,
             )
         with holder.count("requests", number=answers):
@@ -220,11 +220,11 @@ def network_of(address: str | None) -> str | None:
 
 def load_keys(keys: Sequence[str], file: Path | None, tokens: TokenVerifier | None = None) -> Keyring:
     """Keys from the command line, the environment (comma-separated) and a YAML file, beside web tokens."""
-    listed = [*keys, *(key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",") if key.strip())]
-    for key in listed:
+    entries = [*keys, *(key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",") if key.strip())]
+    for key in entries:
         if len(key) < _MIN_KEY_CHARS:
             raise ConfigError(f"a key of {len(key)} characters is too short; use at least {_MIN_KEY_CHARS}, better 32")
-    holders = [Holder(f"key-{i + 1}", digest_of(key)) for i, key in enumerate(listed)]
+    holders = [Holder(f"key-{i + 1}", digest_of(key)) for i, key in enumerate(entries)]
     if file is not None:
         names = {holder.name for holder in holders}
         for index, config in enumerate(_read(file).keys):

@@ -54,8 +54,8 @@ def create_app(
     app.state.public_url = public_url
     app.state.checks_host = allowed_hosts is not None
     app.state.json_limits = json_limits
-    held = HeldBytes(max_held_bytes, max_item=max_body_bytes, shared=service.keyring.required)
-    app.state.transport = TransportLimits(held, stall_seconds, max_connections)
+    held_bytes = HeldBytes(max_held_bytes, max_item=max_body_bytes, shared=service.keyring.required)
+    app.state.transport = TransportLimits(held_bytes, stall_seconds, max_connections)
     app.state.realtime = realtime.Options(min(max_body_bytes, MAX_MESSAGE_BYTES), stall_seconds, tuple(cors))
     errors.install(app)
     openapi.install(app)
@@ -68,7 +68,7 @@ def create_app(
         app.include_router(module.router)
     # From the inside out: a request passes the last of these first.
     app.add_middleware(JsonRoutes, routers=[module.router for module in modules])
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes, held=held, stall_seconds=stall_seconds)
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes, held=held_bytes, stall_seconds=stall_seconds)
     app.add_middleware(AccessMiddleware, service=service, origins=tuple(cors))
     if cors:
         # Outside the gate: a browser's preflight request carries no key.

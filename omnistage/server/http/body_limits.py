@@ -49,26 +49,28 @@ class BodyLimit:
         state = scope.setdefault("state", {})
         holder = state.get("holder")
         hold = state[BODY_HOLD] = Hold(self._held, None if holder is None else holder.use)
-        seen, waited, complete = 0, 0.0, False
+        size, silent_seconds, complete = 0, 0.0, False
 
         async def counted() -> Message:
             """Raises where a limit is exceeded. Only waiting counts: the time in which we process a piece does not."""
-            nonlocal seen, waited, complete
+            nonlocal size, silent_seconds, complete
             if complete:
                 return await receive()
-            began, left = self._clock(), self._stall_seconds + seen / MIN_RATE - waited
+            began, allowance = self._clock(), self._stall_seconds + size / MIN_RATE - silent_seconds
             try:
-                async with asyncio.timeout(min(left, self._stall_seconds)):
+                async with asyncio.timeout(min(allowance, self._stall_seconds)):
                     message = await receive()
             except TimeoutError:
                 silent = f"no more of the body arrived for {self._stall_seconds:g} s"
                 slow = f"the body arrived at less than {MIN_RATE // 1024} KiB a second"
-                raise BodyTimeoutError(f"{slow if left < self._stall_seconds else silent}; send it again") from None
-            seen += len(message.get("body", b""))
-            if seen > self._max_bytes:
-                raise self._too_large(str(seen))
-            hold.resize(seen)
-            waited += self._clock() - began
+                raise BodyTimeoutError(
+                    f"{slow if allowance < self._stall_seconds else silent}; send it again"
+                ) from None
+            size += len(message.get("body", b""))
+            if size > self._max_bytes:
+                raise self._too_large(str(size))
+            hold.resize(size)
+            silent_seconds += self._clock() - began
             complete = message["type"] != "http.request" or not message.get("more_body", False)
             if complete:
                 sending.close()

@@ -142,8 +142,8 @@ class Connection(H11Protocol):
         """Close where no request runs. Over TLS that waits for the client's own close, and idle clients send none."""
         super().shutdown()
         if self.scheme == "https" and self.transport.is_closing():
-            taken = self.idle_since + _CLOSE_SECONDS - self.loop.time()
-            self._close_timer = self.loop.call_later(max(0.0, taken), self.transport.abort)
+            delay = self.idle_since + _CLOSE_SECONDS - self.loop.time()
+            self._close_timer = self.loop.call_later(max(0.0, delay), self.transport.abort)
 
     def on_response_complete(self) -> None:
         if self.held_writes is not None:
@@ -327,20 +327,20 @@ class Exchange:
         tag = headers.get(b"x-client-request-id")
         if tag is not None:
             record.tag = tag.decode("latin-1")
-        elif (sent := headers.get(b"x-request-id")) is not None and is_tag(name := sent.decode("latin-1")):
+        elif (header := headers.get(b"x-request-id")) is not None and is_tag(name := header.decode("latin-1")):
             record.tag, record.echo = name, True  # a proxy may send one of any form: then it is no name for ours
         token = CURRENT_RECORD.set(record)
         # A proxy in front of us may go by the other of the two lengths, and take the rest for another request.
-        refused: OmniError | None = None
+        refusal: OmniError | None = None
         if b"content-length" in headers and b"transfer-encoding" in headers:
-            refused = InvalidRequestError("send Content-Length or Transfer-Encoding, not both")
+            refusal = InvalidRequestError("send Content-Length or Transfer-Encoding, not both")
         if scope.get("http_version", "1.1") not in HTTP_VERSIONS:
-            refused = InvalidRequestError("this version of HTTP is not supported; use HTTP/1.1")
+            refusal = InvalidRequestError("this version of HTTP is not supported; use HTTP/1.1")
         if CROWDED in scope.get("state", ()) and scope["path"] not in _PROBE_PATHS:
-            refused = crowded()
+            refusal = crowded()
         app = self._app
-        if refused is not None:
-            app = response_of(refused)
+        if refusal is not None:
+            app = response_of(refusal)
             app.headers["Connection"] = "close"
         try:
             await self._run(scope, receive, send, record, app)
@@ -381,8 +381,8 @@ class Exchange:
         if error is not None and record.ended not in (DISCONNECTED, SLOW_READER):
             # No handler has this error; a response that has begun can only be broken off.
             record.ended = "error"
-            shown = error_for_client(error)
-            await (cut() if transfer.started else response_of(shown)(scope, receive, transfer.send))
+            public_error = error_for_client(error)
+            await (cut() if transfer.started else response_of(public_error)(scope, receive, transfer.send))
 
 
 def _headers_of(record: AuditRecord) -> list[tuple[bytes, bytes]]:

@@ -209,7 +209,7 @@ def body_kind(content_type: str | None) -> Literal["json", "form"] | None:
 
 
 NOT_JSON = "the body is not valid JSON; check it"
-FIELD_WORDS = {"extra_forbidden": "there is no such field; leave it out"}
+FIELD_WORDS = {"extra_forbidden": "unknown field; leave it out"}
 _NOT_AN_OBJECT = "the body must be a JSON object; send one with the fields that this endpoint takes"
 _ABOUT_FIELDS = ("value_error", "field_error")
 """Problems that pydantic reports for a whole body and that are about some of its fields."""

@@ -75,16 +75,16 @@ class Workers:
             self._awaited.discard(waiting)
             over.set()
             if not job.cancel() and not job.done():
-                loop, kept = asyncio.get_running_loop(), resources.pop_all()
-                job.add_done_callback(lambda _: call_soon(loop, kept.close))
+                loop, stack = asyncio.get_running_loop(), resources.pop_all()
+                job.add_done_callback(lambda _: call_soon(loop, stack.close))
 
     async def close(self, timeout: float) -> None:
         """Take no more work; what has a place has `timeout` seconds to end, then nobody waits for it."""
         self._closing = True
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout
-        while self._awaited and (left := end - loop.time()) > 0:
-            await asyncio.wait(self._awaited, timeout=left)
+        while self._awaited and (remaining := end - loop.time()) > 0:
+            await asyncio.wait(self._awaited, timeout=remaining)
         self._closed = True
         for waiting in tuple(self._awaited):
             waiting.cancel()

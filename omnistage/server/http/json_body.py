@@ -269,9 +269,9 @@ _Place = tuple["_Place", str | int] | None
 
 def check_readable(data: object) -> None:
     """Raise for deep nesting, strings that are not text and numbers that are not finite, wherever they are."""
-    left: list[tuple[object, _Place, int]] = [(data, None, 0)]
-    while left:
-        value, place, depth = left.pop()
+    stack: list[tuple[object, _Place, int]] = [(data, None, 0)]
+    while stack:
+        value, place, depth = stack.pop()
         if isinstance(value, str):
             if not value.isascii() and not is_utf8(value):
                 raise InvalidRequestError(
@@ -280,10 +280,10 @@ def check_readable(data: object) -> None:
         elif isinstance(value, dict):
             _check_depth(depth, place)
             for key, item in value.items():
-                left += ((key, place, depth), (item, (place, str(key)), depth + 1))
+                stack += ((key, place, depth), (item, (place, str(key)), depth + 1))
         elif isinstance(value, list):
             _check_depth(depth, place)
-            left += [(item, (place, index), depth + 1) for index, item in enumerate(value)]
+            stack += [(item, (place, index), depth + 1) for index, item in enumerate(value)]
         elif isinstance(value, float) and not math.isfinite(value):
             raise InvalidRequestError("is not a finite number; send one that is", param=_path(place))
 
@@ -299,8 +299,10 @@ def _path(place: _Place) -> str | None:
         place, key = place
         keys.append(key)
     # A few are enough to find it, and keys are the client's text.
-    shown = [key if isinstance(key, int) or (is_utf8(key) and len(key) <= 40) else "..." for key in keys[::-1][:8]]
-    return field_path(shown) or None
+    keys_in_path = [
+        key if isinstance(key, int) or (is_utf8(key) and len(key) <= 40) else "..." for key in keys[::-1][:8]
+    ]
+    return field_path(keys_in_path) or None
 
 
 def text_chars(values: object) -> int:
@@ -308,14 +310,14 @@ def text_chars(values: object) -> int:
     fields = values.items() if isinstance(values, dict) else [("", values)]
     total = 0
     for root, value in fields:
-        left: list[tuple[str, object]] = [(root, value)]
-        while left:
-            key, item = left.pop()
+        stack: list[tuple[str, object]] = [(root, value)]
+        while stack:
+            key, item = stack.pop()
             if isinstance(item, str):
                 total += 0 if root in _MEDIA_ROOTS and key in _MEDIA_KEYS else len(item)
             elif isinstance(item, dict):
                 total += sum(map(len, item))
-                left += item.items()
+                stack += item.items()
             elif isinstance(item, list):
-                left += [(key, one) for one in item]
+                stack += [(key, one) for one in item]
     return total

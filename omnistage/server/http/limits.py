@@ -92,13 +92,13 @@ class PieceCount:
 
     FREE: ClassVar[int] = 256
     BYTES_EACH: ClassVar[int] = 64
-    _left: float = float(FREE)
+    _credit: float = float(FREE)
 
     def add(self, pieces: int, nbytes: int, seconds: float = 0.0) -> bool:
         """Count what arrived, `seconds` after the last; False once there are too many for their bytes."""
         earned = nbytes / self.BYTES_EACH + seconds * self.FREE / 2
-        self._left = min(self._left + earned, float(self.FREE)) - pieces
-        return self._left >= 0
+        self._credit = min(self._credit + earned, float(self.FREE)) - pieces
+        return self._credit >= 0
 
 
 FEED_BYTES = 2 * 2**10

@@ -46,18 +46,18 @@ def raise_descriptor_limit() -> int | None:
     return None if soft == unlimited else soft
 
 
-def connections_below(limit: int | None, wanted: int | None = None) -> int | None:
+def connections_below(limit: int | None, requested: int | None = None) -> int | None:
     """How many connections fit below a limit of descriptors, or those wanted. Raises `ConfigError` for too many."""
     if limit is None:
-        return wanted
+        return requested
     available = max(_MIN_CONNECTIONS, limit - max(_MIN_OTHERS, limit // 8) - PROBES)
-    if wanted is not None and wanted > available:
+    if requested is not None and requested > available:
         raise ConfigError(
-            f"{wanted} connections do not fit: the process may open {limit} files, which is enough for {available}; "
+            f"{requested} connections do not fit: the process may open {limit} files, which is enough for {available}; "
             "raise the limit (ulimit -n, LimitNOFILE=) or choose fewer",
             param="--max-connections",
         )
-    return available if wanted is None else wanted
+    return available if requested is None else requested
 
 
 class Episode:

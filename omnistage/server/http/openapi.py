@@ -60,16 +60,16 @@ def bounds_of(params: type[BaseModel], **aliases: str) -> Callable[[Json], None]
     The parameters check these bounds; a request repeats them for its readers. `aliases` are fields of a request under
     the names of the parameters.
     """
-    known: Json = params.model_json_schema()["properties"]
-    known |= {alias: known[name] for alias, name in aliases.items()}
-    known.pop("seed")  # OpenAI's may be any number
+    properties: Json = params.model_json_schema()["properties"]
+    properties |= {alias: properties[name] for alias, name in aliases.items()}
+    properties.pop("seed")  # OpenAI's may be any number
 
     def extend(schema: Json) -> None:
         fields = schema.get("properties", {})
-        for name in fields.keys() & known.keys():
-            if "description" in known[name]:
-                fields[name].setdefault("description", known[name]["description"])
-            bounds = {key: value for one in _branches(known[name]) for key, value in one.items() if key in _BOUNDS}
+        for name in fields.keys() & properties.keys():
+            if "description" in properties[name]:
+                fields[name].setdefault("description", properties[name]["description"])
+            bounds = {key: value for one in _branches(properties[name]) for key, value in one.items() if key in _BOUNDS}
             for branch in _branches(fields[name]):
                 if branch.get("type") in ("integer", "number"):
                     branch.update({key: value for key, value in bounds.items() if key not in branch})

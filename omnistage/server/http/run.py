@@ -89,8 +89,8 @@ def run(
             threading.Thread(target=loading, name="loading", daemon=True).start()
             if not await _done_before(serving, signals.received):
                 await _drain(service, signals, notify)
-                left = signals.seconds_left - EXIT_SECONDS
-                server.config.timeout_graceful_shutdown = max(1, min(WRITE_SECONDS, int(left)))
+                seconds = signals.seconds_left - EXIT_SECONDS
+                server.config.timeout_graceful_shutdown = max(1, min(WRITE_SECONDS, int(seconds)))
                 server.should_exit = True
             await serving
 
@@ -112,8 +112,8 @@ async def _drain(service: Service, signals: StopSignals, notify: Notify) -> None
         notify("stopping: running requests may finish", "dim")
     signals.received.clear()
     tasks = [asyncio.create_task(service.drain(signals.drain_seconds_left))]
-    done = await _done_before(tasks[0], signals.received, signals.drain_seconds_left + _ABORT_SECONDS)
-    if not done and signals.received.is_set():
+    drained = await _done_before(tasks[0], signals.received, signals.drain_seconds_left + _ABORT_SECONDS)
+    if not drained and signals.received.is_set():
         notify("stopping at once", "dim")
         tasks.append(asyncio.create_task(service.drain(0)))
         await asyncio.wait(tasks, timeout=max(0.0, signals.seconds_left - STOP_SECONDS + _ABORT_SECONDS))
@@ -195,9 +195,9 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _announce(service: Service, listening: socket.socket, notify: Notify, scheme: str) -> None:
     host, port = listening.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    notify(f"ready: {scheme}://{shown}:{port}/v1", "bold green")
-    here = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(shown, shown)  # every network is no address to open
+    address = f"[{host}]" if ":" in host else host
+    notify(f"ready: {scheme}://{address}:{port}/v1", "bold green")
+    here = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(address, address)  # every network is no address to open
     notify(f"  web page: {scheme}://{here}:{port}/", "")
     for model in service.models.values():
         inputs = ", ".join(sorted(str(m) for m in model.omni.processor.input_modalities | {"text"}))

@@ -211,9 +211,9 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
             return  # it is complete
         now = self.loop.time() if self._paused is None else self._paused
         silent, allowed = now - self._grew, self._stall_seconds + self._partial / MIN_RATE
-        left = min(self._stall_seconds - silent, allowed - (now - self._began))
-        if left > 0 or self._paused is not None:
-            self._stall_timer = self._call_later(max(left, 0.05), self._check_pace)
+        allowance = min(self._stall_seconds - silent, allowed - (now - self._began))
+        if allowance > 0 or self._paused is not None:
+            self._stall_timer = self._call_later(max(allowance, 0.05), self._check_pace)
         elif silent >= self._stall_seconds:
             self._fail(_POLICY, f"no more of a message arrived for {self._stall_seconds:g} s")
         else:

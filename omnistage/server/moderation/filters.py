@@ -107,7 +107,7 @@ class RequestFilter:
         """Check a generated text whenever it has grown, and once more at its end."""
         return Pass()
 
-    async def check_made(self, made: AudioChunk | ImageChunk | VideoChunk) -> Verdict:
+    async def check_made(self, chunk: AudioChunk | ImageChunk | VideoChunk) -> Verdict:
         """Check generated audio, an image (previews too) or a video before it is sent. `Redact` counts as `Refuse`."""
         return Pass()
 
@@ -141,8 +141,8 @@ def make_filter(spec: str) -> ContentFilter:
     if factory is None:
         installed = entry_points(group=GROUP)
         if not _NAME.fullmatch(name) or name not in installed.names:
-            known = ", ".join(sorted(installed.names | _FACTORIES.keys()))
-            raise ConfigError(f"there is no filter {name[:64]!r}; filters: {known}", param="--content-filter")
+            names = ", ".join(sorted(installed.names | _FACTORIES.keys()))
+            raise ConfigError(f"there is no filter {name[:64]!r}; filters: {names}", param="--content-filter")
         factory = installed[name].load()
     return factory(argument or None)
 

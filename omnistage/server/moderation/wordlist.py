@@ -35,8 +35,8 @@ def _invisible() -> str:
     does not know.
     """
     whitespace = "\t\n\v\f\r\x85"
-    known = (character for character in map(chr, range(0xE0000)) if unicodedata.category(character) in ("Cf", "Cc"))
-    escaped = "".join(re.escape(character) for character in known if character not in whitespace)
+    invisible = (character for character in map(chr, range(0xE0000)) if unicodedata.category(character) in ("Cf", "Cc"))
+    escaped = "".join(re.escape(character) for character in invisible if character not in whitespace)
     return (
         escaped + "\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2065\u3164\ufe00-\ufe0f\uffa0\ufff0-\ufff8\ufffc"
         "\U000e0000-\U000e0fff"
@@ -83,8 +83,8 @@ class WordList:
         """Whether a word may continue to the left, and to the right."""
         for word in words:
             text, before, after = _entry(word)
-            known = self._words.get(text, (False, False))
-            self._words[text] = (known[0] or before, known[1] or after)
+            marks = self._words.get(text, (False, False))
+            self._words[text] = (marks[0] or before, marks[1] or after)
         self._words.pop("", None)
         self._lengths: dict[str, tuple[int, ...]] = {}
         """Lengths of the words that begin with a character."""
@@ -166,27 +166,27 @@ def _entry(line: str) -> tuple[str, bool, bool]:
 class _RequestFilter(PassingFilter):
     def __init__(self, words: WordList) -> None:
         self._words = words
-        self._sent: dict[int, str] = {}
+        self._tails: dict[int, str] = {}
         """The end of the released text of each output, squeezed."""
 
     async def check_prompt(self, texts: tuple[PromptText, ...]) -> Verdict:
         # In a thread: prompts may be long.
-        refused = await asyncio.to_thread(lambda: any(self._words.finds(part.text) for part in texts))
-        return Refuse() if refused else Pass()
+        flagged = await asyncio.to_thread(lambda: any(self._words.finds(part.text) for part in texts))
+        return Refuse() if flagged else Pass()
 
     async def check_output(self, answer: AnswerText) -> Verdict:
-        words, text, sent = self._words, answer.held, self._sent.get(answer.index, "")
-        started = len(sent) < words.max_span
-        if words.finds(sent + text, started=started, ended=answer.ended):
+        words, text, previous = self._words, answer.held, self._tails.get(answer.index, "")
+        started = len(previous) < words.max_span
+        if words.finds(previous + text, started=started, ended=answer.ended):
             return Refuse()
         hold = 0 if answer.ended else words.hold(text)
         # What is released may not end with a word either: the held text that continues it may never be sent.
-        while hold and words.finds(sent + text[:-hold], started=started) and (more := words.hold(text[:-hold])):
+        while hold and words.finds(previous + text[:-hold], started=started) and (more := words.hold(text[:-hold])):
             hold += more
         cut = len(text) - hold
-        self._sent[answer.index] = squeezed(sent + text[:cut])[-words.max_span :]
+        self._tails[answer.index] = squeezed(previous + text[:cut])[-words.max_span :]
         if hold <= MAX_HELD_CHARS:
             return Pass(hold)
         # It reads the same squeezed, and an output of nothing but whitespace must not be held without bound.
-        held = squeezed(text[cut:])
-        return Redact(text[:cut] + held, hold=len(held))
+        tail = squeezed(text[cut:])
+        return Redact(text[:cut] + tail, hold=len(tail))

@@ -147,11 +147,11 @@ class AuditFile(logging.Handler):
         """Write the whole line or nothing of it."""
         if self._fd < 0:  # `logging.config`, which uvicorn uses, closes every handler that is there
             self._fd = self._open()
-        written = os.write(self._fd, line)
-        if written == len(line):
+        num_bytes = os.write(self._fd, line)
+        if num_bytes == len(line):
             return
         try:
-            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - num_bytes)
         except OSError:
             self._torn = True
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -69,12 +69,12 @@ async def request_events(
 
 
 async def _events(service: Service, trace: Trace | None, holder: Holder) -> AsyncGenerator[bytes]:
-    sent: Trace | None = None
+    last: Trace | None = None
     sent_at = 0.0
     while trace is not None:
         now = time.monotonic()
-        if trace != sent or now - sent_at >= _REPEAT_SECONDS:
-            sent, sent_at = trace, now
+        if trace != last or now - sent_at >= _REPEAT_SECONDS:
+            last, sent_at = trace, now
             clock = trace.finished if trace.finished is not None else now - trace.arrival
             yield event({**asdict(trace), "now": clock}, "trace")
         if trace.finished is not None:
@@ -99,8 +99,8 @@ async def stats(request: Request) -> Stats:
 def _memory() -> dict[str, int | None]:
     """Of this process, of the machine or the container, and of the current CUDA device, used by all processes."""
     torch = sys.modules.get("torch")
-    used = total = None
+    used_bytes = total = None
     if torch is not None and torch.cuda.is_initialized():  # the query must not initialise CUDA
         free, total = torch.cuda.mem_get_info()
-        used = total - free
-    return {"process": resident_memory(), "host": host_memory(), "device": used, "device_total": total}
+        used_bytes = total - free
+    return {"process": resident_memory(), "host": host_memory(), "device": used_bytes, "device_total": total}

@@ -32,10 +32,10 @@ def unsupported_drawing(model: ServedModel) -> list[str]:
         isinstance(defaults, DiffusionParams) and defaults.width and defaults.height
     ):  # twice its default suits every model that takes more than one size
         trials["size"] = DiffusionParams(width=2 * defaults.width, height=2 * defaults.height)
-    refused = []
+    fields = []
     for name, params in trials.items():
         try:
             orchestrator.check_params({stage: params})
         except OmniError:
-            refused.append(name)
-    return refused
+            fields.append(name)
+    return fields

@@ -22,10 +22,10 @@ class WireModel(BaseModel):
     @classmethod
     def _one_unknown_field(cls, data: object) -> object:
         """Drop all unknown fields but one, which is enough to refuse them: pydantic would keep an error for each."""
-        if not isinstance(data, dict) or len(data) <= len(known := _field_names(cls)):
+        if not isinstance(data, dict) or len(data) <= len(fields := _field_names(cls)):
             return data
-        unknown = next(name for name in data if name not in known)
-        return {name: data[name] for name in (*known, unknown) if name in data}
+        unknown = next(name for name in data if name not in fields)
+        return {name: data[name] for name in (*fields, unknown) if name in data}
 
 
 @cache

@@ -362,12 +362,12 @@ async def _relevance(
         return scores.tolist(), usage
     # Each text once: a query that stands before every document is encoded with the first.
     before, behind = _prompt(processor, *_QUERY), _prompt(processor, *_DOCUMENT)
-    named: dict[str, str] = {}
+    texts_by_row: dict[str, str] = {}
     for prefix, side, fields in ((before, firsts, names[0]), (behind, seconds, names[1])):
         for text, field in zip(side, fields, strict=True):
-            named.setdefault(f"{prefix}{text}", field)
-    texts = tuple(named)
-    vectors, usage = await _run(request, model, TextBatch(texts), timeout, tuple(named.values()))
+            texts_by_row.setdefault(f"{prefix}{text}", field)
+    texts = tuple(texts_by_row)
+    vectors, usage = await _run(request, model, TextBatch(texts), timeout, tuple(texts_by_row.values()))
     unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     row = {text: place for place, text in enumerate(texts)}
     left = unit[[row[f"{before}{text}"] for text in firsts]]
@@ -379,11 +379,11 @@ def _prompt(processor: EncoderProcessor, *names: str | None) -> str:
     """The text of the first of these prompts that the checkpoint has; without a name its default."""
     if names == (None,):
         return processor.prompts.get(processor.default_prompt or "", "")
-    known = [name for name in names if name is not None and name in processor.prompts]
-    if not known and names not in (_QUERY, _DOCUMENT):
+    prompt_names = [name for name in names if name is not None and name in processor.prompts]
+    if not prompt_names and names not in (_QUERY, _DOCUMENT):
         has = f"its prompts: {', '.join(processor.prompts)}" if processor.prompts else "it has none"
         raise InvalidRequestError(f"this model has no prompt of this name; {has}", param="prompt_name")
-    return processor.prompts[known[0]] if known else ""
+    return processor.prompts[prompt_names[0]] if prompt_names else ""
 
 
 def _base64(row: np.ndarray) -> str:

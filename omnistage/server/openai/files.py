@@ -64,11 +64,12 @@ class FileStore:
         """Keep a file of one of `CONTENT_TYPES` and return its name. Raises if it alone is over the limit."""
         if len(data) > self._max_bytes:
             raise LimitExceededError(
-                f"an image of {len(data)} bytes is over the limit of {self._max_bytes}; ask for b64_json",
+                f"an image of {len(data)} bytes is over the limit of {self._max_bytes}; "
+                "set response_format to b64_json",
                 param="response_format",
             )
         name = f"{secrets.token_urlsafe(24)}.{kind}"
-        with self._lock, storage_errors("ask for b64_json, or try again later"):
+        with self._lock, storage_errors("set response_format to b64_json, or try again later"):
             self._make_room(len(data), 1)
             write_whole(self._folder / name, data)
             self._sizes[name] = len(data)

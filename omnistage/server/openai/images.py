@@ -291,14 +291,14 @@ async def _run_nearest(
     run: Callable[[dict[str, StageParams]], Running], params: dict[str, StageParams], model: ServedModel
 ) -> AsyncIterator[OutputStream]:
     """A request whose size is a preference: the model draws the nearest that it can."""
-    ((stage, given),) = params.items()
-    if not isinstance(given, DiffusionParams):
+    ((stage, drawing),) = params.items()
+    if not isinstance(drawing, DiffusionParams):
         raise StageError("the parameters of a drawing are others")
-    asked = given.width, given.height
-    width, height = model.nearest_sizes.get(asked, asked)
+    size = drawing.width, drawing.height
+    width, height = model.nearest_sizes.get(size, size)
     async with AsyncExitStack() as stack:
         for _ in range(_MAX_SIZES):
-            sized = given.model_copy(update={"width": width, "height": height})
+            sized = drawing.model_copy(update={"width": width, "height": height})
             try:
                 stream = await stack.enter_async_context(run({stage: sized}))
                 break
@@ -309,7 +309,7 @@ async def _run_nearest(
                     height = error.nearest
         else:
             stream = await stack.enter_async_context(run(params))
-        model.nearest_sizes[asked] = width, height
+        model.nearest_sizes[size] = width, height
         yield stream
 
 

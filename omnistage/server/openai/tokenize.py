@@ -115,7 +115,7 @@ async def prompt_tokens(
 ) -> tuple[int, ...] | int:
     """The tokens of a prompt; their number alone where some stand for media or embeddings."""
     if not isinstance(model.omni.processor, TokenText):
-        raise UnsupportedModalityError("this model takes no text in tokens; use one that does", param="model")
+        raise UnsupportedModalityError("this model does not tokenise text; use a text model", param="model")
     work = partial(model.omni.tokens, prompt, options)
     return await _prepared(service, holder, model, prompt, options, work, rename)
 

@@ -317,12 +317,12 @@ class CallReader:
     toolbox: Toolbox
     calls: int = 0
     _state: Callable[[list[Delta]], bool] | None = None
-    _held: str = ""
+    _pending: str = ""
     _end_of_object: _ObjectEnd = field(default_factory=_ObjectEnd)
 
     def push(self, text: str) -> list[Delta]:
         """The deltas that this piece of text completes."""
-        self._held += text
+        self._pending += text
         deltas: list[Delta] = []
         while (self._state or self._in_text)(deltas):
             pass
@@ -330,41 +330,41 @@ class CallReader:
 
     def end(self) -> list[Delta]:
         """The deltas of what is left when the text is over."""
-        held, self._held = self._held, ""
+        rest, self._pending = self._pending, ""
         if self._state == self._in_call:
             # Some models end without closing the call. A name without arguments is not a call.
-            return [self._parsed(held) or {"content": f"{_OPEN}{held}"}]
-        return [{"content": held}] if held and self._state is None else []
+            return [self._parsed(rest) or {"content": f"{_OPEN}{rest}"}]
+        return [{"content": rest}] if rest and self._state is None else []
 
     # Each state consumes what it can of the held text and returns whether another state can go on with the rest.
 
     def _in_text(self, deltas: list[Delta]) -> bool:
-        before, opened, after = self._held.partition(_OPEN)
-        keep = 0 if opened else _overlap(before, _OPEN)
-        ready, self._held = before[: len(before) - keep], after if opened else before[len(before) - keep :]
-        if ready and not (ready.isspace() and (opened or self.calls)):
+        before, opening, after = self._pending.partition(_OPEN)
+        keep = 0 if opening else _overlap(before, _OPEN)
+        ready, self._pending = before[: len(before) - keep], after if opening else before[len(before) - keep :]
+        if ready and not (ready.isspace() and (opening or self.calls)):
             deltas.append({"content": ready})
-        if opened:
+        if opening:
             self._state = self._in_call
-        return bool(opened)
+        return bool(opening)
 
     def _in_call(self, deltas: list[Delta]) -> bool:
-        head = _HEAD.match(self._held)
+        head = _HEAD.match(self._pending)
         if head is not None and head[1] in self.toolbox.names:
             deltas.append(self._call(head[1], ""))
-            self._held = self._held[head.end() :]
+            self._pending = self._pending[head.end() :]
             self._end_of_object, self._state = _ObjectEnd(), self._in_arguments
             return True
-        inside, closed, rest = self._held.partition(_CLOSE)
+        inside, closed, rest = self._pending.partition(_CLOSE)
         if not closed:
             return False
         deltas.append(self._parsed(inside) or {"content": f"{_OPEN}{inside}{closed}"})
-        self._held, self._state = rest, None
+        self._pending, self._state = rest, None
         return True
 
     def _in_arguments(self, deltas: list[Delta]) -> bool:
-        end = self._end_of_object.find(self._held)
-        piece, self._held = self._held[:end], self._held[end:] if end is not None else ""
+        end = self._end_of_object.find(self._pending)
+        piece, self._pending = self._pending[:end], self._pending[end:] if end is not None else ""
         if piece:
             deltas.append({"tool_calls": [{"index": self.calls - 1, "function": {"arguments": piece}}]})
         if end is not None:
@@ -372,9 +372,9 @@ class CallReader:
         return end is not None
 
     def _behind_arguments(self, _deltas: list[Delta]) -> bool:
-        _, closed, rest = self._held.partition(_CLOSE)
+        _, closed, rest = self._pending.partition(_CLOSE)
         if closed:
-            self._held, self._state = rest, None
+            self._pending, self._state = rest, None
         return bool(closed)
 
     def _parsed(self, text: str) -> Delta | None:

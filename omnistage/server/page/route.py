@@ -65,10 +65,10 @@ async def page_file(name: str, request: Request) -> Response:
 def _response(name: str, request: Request) -> Response:
     data = _files().get(name)
     if data is None:
-        raise NotFoundError("the page has no such file")
+        raise NotFoundError("page file not found")
     etag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
     headers = {**_HEADERS, "ETag": etag}
-    known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
-    if etag in known:
+    tags = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
+    if etag in tags:
         return Response(status_code=304, headers=headers)
     return Response(data, media_type=_TYPES[PurePath(name).suffix], headers=headers)

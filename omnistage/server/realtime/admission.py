@@ -27,7 +27,7 @@ def model_for_session(service: Service, holder: Holder, name: str, param: str = 
     model = check_model(service, holder, name, param)
     if isinstance(model.omni.processor, SpeechReader) and Modality.TEXT not in model.omni.modalities:
         raise UnsupportedModalityError(
-            "this model speaks texts and does not converse; use /v1/audio/speech, or for a text that is still being "
+            "this model converts text to speech only; use /v1/audio/speech, or for a text that is still being "
             "written the WebSocket /v1/audio/speech/stream",
             param=param,
         )

@@ -18,7 +18,7 @@ JsonObject: TypeAlias = dict[str, Any]
 Ignored = Annotated[None, BeforeValidator(lambda _: None)]
 """An OpenAI field without effect here: any value is accepted, and neither kept nor returned."""
 _MESSAGES = {
-    "extra_forbidden": "there is no such field; leave it out",
+    "extra_forbidden": "unknown field; leave it out",
     "none_required": "is not supported; leave it out, or send null",
 }
 ModelT = TypeVar("ModelT", bound=WireModel)

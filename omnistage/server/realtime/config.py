@@ -188,9 +188,9 @@ class ResponseConfig(ClientModel):
             "structured": None if toolbox is None else toolbox.structured(),
             "max_tokens": None if self.max_output_tokens == "inf" else self.max_output_tokens,
         }
-        chosen = {name: value for name, value in values.items() if value is not None}
+        settings = {name: value for name, value in values.items() if value is not None}
         stage = model.stage_for_params(SamplingParams)
-        return {stage: SamplingParams.parse(chosen)} if chosen and stage is not None else {}
+        return {stage: SamplingParams.parse(settings)} if settings and stage is not None else {}
 
     def tool_fields(self) -> ToolFields:
         """The tools in the form of chat completions."""

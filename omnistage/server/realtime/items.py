@@ -279,9 +279,9 @@ def parse_item(values: JsonObject, limits: AudioInputLimits, path: str) -> Item:
     model = _ITEMS.get(kind) if isinstance(kind, str) else None
     if model is None:
         raise InvalidRequestError(f"must be one of {', '.join(_ITEMS)}, got {short_repr(kind)}", param=f"{path}.type")
-    sent = validate(model, values, path)
-    item = sent.item(limits, path)
-    item.id = sent.id or item.id
+    body = validate(model, values, path)
+    item = body.item(limits, path)
+    item.id = body.id or item.id
     return item
 
 

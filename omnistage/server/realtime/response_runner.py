@@ -163,12 +163,12 @@ class ResponseRunner:
                 pieces = [content[at : at + _MAX_READ_CHARS] for at in range(0, len(content), _MAX_READ_CHARS)]
                 runs = [(processor.read_aloud(piece), {}, ["audio"]) for piece in pieces]
             else:
-                said = SamplingParams(structured=StructuredOutput(grammar=f"root ::= {json.dumps(content)}"))
-                runs = [(messages, {**params, text_stage(self._model): said}, ["text", "audio"])]
+                call_params = SamplingParams(structured=StructuredOutput(grammar=f"root ::= {json.dumps(content)}"))
+                runs = [(messages, {**params, text_stage(self._model): call_params}, ["text", "audio"])]
             for prompt, more, modalities in runs:
                 async with self._run_request(prompt, more, replace(options, modalities=modalities)) as stream:
-                    spoken = await self._read(stream)
-                final.usage.audio_seconds += spoken.usage.audio_seconds
+                    speech = await self._read(stream)
+                final.usage.audio_seconds += speech.usage.audio_seconds
         if calls and self.cancel_reason is None:
             await self._emit(self.builder.calls(calls))
         return final

@@ -200,23 +200,23 @@ class Session:
             model = model_for_session(self._service, self._holder, name, "session.model")
             config = default_config(model)
         work = partial(self._updated, config, model, event.session)
-        config, shown, refused = await self._run(work, config, event.session)
+        config, session, errors = await self._run(work, config, event.session)
         first = self._model is None
         old, self.config, self._model = self.config.audio.input, config, model
         if first or old.format != config.audio.input.format:
             self._audio = self._new_buffer(self._audio.ms(self._audio.end))
         elif old.turn_detection != config.audio.input.turn_detection:
             self._audio.set_detection(config.audio.input.turn_detection)
-        await self._send("session.updated", session=shown)
-        for error in refused:
+        await self._send("session.updated", session=session)
+        for error in errors:
             await self.send_error(error, event.event_id)
 
     def _updated(
         self, config: SessionConfig, model: ServedModel | None, update: JsonObject
     ) -> tuple[SessionConfig, JsonObject, list[InvalidRequestError]]:
         """The settings with an update, what clients see of them, and what of it is refused."""
-        config, refused = apply_update(config, update, partial(check_session, self._service, self._holder, model))
-        return config, config.to_json(self.id), refused
+        config, errors = apply_update(config, update, partial(check_session, self._service, self._holder, model))
+        return config, config.to_json(self.id), errors
 
     async def _run(self, work: Callable[[], T], config: SessionConfig, update: JsonObject) -> T:
         """Merge and validate settings: in a thread where they have tools, which may be large."""
@@ -369,10 +369,10 @@ class Session:
 
     async def _respond(self, request: JsonObject) -> None:
         self._service.check_ready()
-        model, sent = self.model, request.get("input")
-        if isinstance(sent, list) and len(sent) > self._limits.items:
+        model, overrides = self.model, request.get("input")
+        if isinstance(overrides, list) and len(overrides) > self._limits.items:
             raise LimitExceededError(
-                f"has {len(sent)} items, and may have {self._limits.items}; leave some out", param="response.input"
+                f"has {len(overrides)} items, and may have {self._limits.items}; leave some out", param="response.input"
             )
 
         def merge() -> tuple[SessionConfig, ResponseOptions]:

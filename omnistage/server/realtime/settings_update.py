@@ -25,19 +25,19 @@ def apply_update(
     Raises the first problem where nothing can be applied, or where it is about no field of the update.
     """
     settings: JsonObject = from_preview(update)
-    refused: list[InvalidRequestError] = []
+    errors: list[InvalidRequestError] = []
     while True:
         try:
             changed = updated(config, settings, PREFIX)
             check(changed)
-            return changed, refused
+            return changed, errors
         except InvalidRequestError as error:
-            if all(error.param != earlier.param for earlier in refused):
-                refused.append(error)
-            left = None if error.param is None or len(refused) > _MAX_REFUSED else without(settings, error.param)
-            if not left or left.keys() == {"type"}:
-                raise refused[0] from None
-            settings = left
+            if all(error.param != earlier.param for earlier in errors):
+                errors.append(error)
+            rest = None if error.param is None or len(errors) > _MAX_REFUSED else without(settings, error.param)
+            if not rest or rest.keys() == {"type"}:
+                raise errors[0] from None
+            settings = rest
 
 
 def without(settings: JsonObject, path: str) -> JsonObject | None:

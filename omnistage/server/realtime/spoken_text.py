@@ -92,8 +92,8 @@ class SpokenText:
         """Of those."""
         self._voice: tuple[AudioClip, str] | None = None
         """The first sentence and how it sounded: the next ones are spoken with its voice, where the model can."""
-        self._spoken = 0
-        self._kept = 0
+        self._num_spoken = 0
+        self._config_bytes = 0
         """Bytes of the settings and of the voice."""
         self._task: asyncio.Task[None] | None = None
         self.finished = asyncio.Event()
@@ -146,15 +146,15 @@ class SpokenText:
         model = check_model(self._service, self._holder, name)
         run_speech(self._service, self._holder, model, config)  # refuses what is wrong; it has not begun
         clones = isinstance(model.omni.processor, VoiceCloner)
-        kept = _VOICE_BYTES if clones and config.ref_audio is None else len(config.ref_audio or "")
-        self._hold.resize(kept)
-        self._kept, self._config, self.model_name = kept, config, name
+        size = _VOICE_BYTES if clones and config.ref_audio is None else len(config.ref_audio or "")
+        self._hold.resize(size)
+        self._config_bytes, self._config, self.model_name = size, config, name
 
     async def _append(self, text: str) -> None:
         self._require_config()
         self._service.check_ready()
         self._check_room(len(text))
-        self._hold.resize(self._kept + _CHAR_BYTES * (self._chars + len(text) + self._text.max_characters))
+        self._hold.resize(self._config_bytes + _CHAR_BYTES * (self._chars + len(text) + self._text.max_characters))
         if len(text) <= _SMALL_CHARS:
             self._text, sentences = self._text.push(text)
             await asyncio.sleep(0)  # many messages may be there already
@@ -191,11 +191,11 @@ class SpokenText:
                 sentence = self._waiting.popleft()
                 self._chars -= _size(sentence)
                 if sentence is None:
-                    await self._send({"type": "session.done", "total_sentences": self._spoken})
-                    self._spoken = 0
+                    await self._send({"type": "session.done", "total_sentences": self._num_spoken})
+                    self._num_spoken = 0
                 else:
-                    await self._say(sentence, self._spoken)
-                    self._spoken += 1
+                    await self._say(sentence, self._num_spoken)
+                    self._num_spoken += 1
         except ClientGoneError:
             self._waiting.clear()
             self._chars = 0
@@ -242,28 +242,28 @@ class SpokenText:
         if self._voice is not None:
             clip, more["ref_text"] = {"type": "audio", "audio": self._voice[0]}, self._voice[1]
         running = run_speech(self._service, self._holder, model, config.model_copy(update=more), clip)
-        heard: list[AudioChunk] = []
+        chunks: list[AudioChunk] = []
         speed = 1.0 if config.speed is None else config.speed
         reads = reads_aloud(model)
-        size, kept, started = 0, list[bytes](), False
-        pieces = speech_pieces(running, config.response_format, reads=reads, speed=speed, heard=heard)
+        size, pending, started = 0, list[bytes](), False
+        pieces = speech_pieces(running, config.response_format, reads=reads, speed=speed, heard=chunks)
         async with aclosing(pieces):
             async for piece in pieces:
                 if not isinstance(piece, bytes):
                     continue
                 size += len(piece)
                 if not started:
-                    await self._start(sentence, index, heard[0].sample_rate)
+                    await self._start(sentence, index, chunks[0].sample_rate)
                     started = True
                 if config.stream_audio:
                     await self._send_bytes(piece)
                 else:
-                    kept.append(piece)
-        if kept:
-            await self._send_bytes(b"".join(kept))
+                    pending.append(piece)
+        if pending:
+            await self._send_bytes(b"".join(pending))
         if self._voice is None and config.ref_audio is None and isinstance(model.omni.processor, VoiceCloner):
-            samples = np.concatenate([chunk.samples for chunk in heard])
-            self._voice = AudioClip(samples, heard[0].sample_rate), sentence
+            samples = np.concatenate([chunk.samples for chunk in chunks])
+            self._voice = AudioClip(samples, chunks[0].sample_rate), sentence
         return size
 
     async def _start(self, sentence: str, index: int, rate: int) -> None:

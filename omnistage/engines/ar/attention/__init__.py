@@ -63,12 +63,12 @@ KVCache = tuple[torch.Tensor, torch.Tensor]
 
 def attention_modules(decoder: nn.Module) -> list[nn.Module]:
     """The attention modules of a decoder whose layers are numbered, in that order."""
-    found = [
+    modules = [
         module
         for name, module in decoder.named_modules()
         if isinstance(getattr(module, "layer_idx", None), int) and name.endswith(("attn", "attention"))
     ]
-    return sorted(found, key=lambda module: int(module.layer_idx))
+    return sorted(modules, key=lambda module: int(module.layer_idx))
 
 
 def bind_caches(modules: Sequence[nn.Module], caches: Sequence[KVCache]) -> None:

@@ -174,14 +174,14 @@ def _describe(mask_function: MaskFunction, local_size: int | None = None, **kwar
     places = places[places >= 0]
     rows, columns = places[:, None], places[None, :]
     try:
-        seen = mask_function(torch.tensor(0), torch.tensor(0), rows, columns).expand(len(places), len(places))
+        visible = mask_function(torch.tensor(0), torch.tensor(0), rows, columns).expand(len(places), len(places))
     except (IndexError, RuntimeError):  # it looks at more than places, such as the kinds of tokens
-        seen = torch.zeros(len(places), len(places), dtype=torch.bool)
+        visible = torch.zeros(len(places), len(places), dtype=torch.bool)
     causal = columns <= rows
-    window: int | None = _BOTH_WAYS if bool(seen.all()) else _OTHER
-    if torch.equal(seen, causal):
+    window: int | None = _BOTH_WAYS if bool(visible.all()) else _OTHER
+    if torch.equal(visible, causal):
         window = None
-    elif local_size and torch.equal(seen, causal & (columns > rows - local_size)):
+    elif local_size and torch.equal(visible, causal & (columns > rows - local_size)):
         window = local_size
     mask.window, mask.shows = window, mask_function  # type: ignore[attr-defined]
     return mask

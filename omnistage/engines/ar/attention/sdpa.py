@@ -217,9 +217,9 @@ def _attend_chunk(
     if how.softcap is not None or how.sinks is not None:
         # The heads of a KV group one after the other, as the queries of one head.
         group = q.shape[1] // k.shape[1]
-        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril() if mask is None else mask
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril() if mask is None else mask
         rows = q.reshape(1, k.shape[1], group * q.shape[2], q.shape[3])
-        out = _weighted(how, rows, k, v, seen.repeat(group, 1)).reshape(1, q.shape[1], q.shape[2], v.shape[3])
+        out = _weighted(how, rows, k, v, visible.repeat(group, 1)).reshape(1, q.shape[1], q.shape[2], v.shape[3])
         return out[0].transpose(0, 1)
     out = scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=how.scale, enable_gqa=q.shape[1] != k.shape[1]

@@ -32,34 +32,34 @@ def check_windows(calls: Sequence[AttentionCall]) -> None:
 
     On the CPU, by the reference attention. The caches of the modules are others afterwards.
     """
-    done = set()
+    windows = set()
     for call in calls:
         kind = id(call.shows), call.window, getattr(call.module, "paged_window", None)
-        if call.shows is None or kind in done:
+        if call.shows is None or kind in windows:
             continue
-        done.add(kind)
+        windows.add(kind)
         edge = call.window or _WITHOUT_WINDOW
         for length in (edge + 2, 2 * edge + _ROWS):
             values = torch.randn(length, _WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
             zero, keys = torch.tensor(0), torch.arange(length)
-            for rows, got in _served(call.module, values):
-                seen = call.shows(zero, zero, rows[:, None], keys[None]).expand(len(rows), length).double()
-                expected = seen @ values / seen.sum(-1, keepdim=True)
-                if not float((got - expected).abs().max()) < _TOLERANCE / length:
+            for rows, output in _windowed_outputs(call.module, values):
+                visible = call.shows(zero, zero, rows[:, None], keys[None]).expand(len(rows), length).double()
+                expected = visible @ values / visible.sum(-1, keepdim=True)
+                if not float((output - expected).abs().max()) < _TOLERANCE / length:
                     raise UnsupportedModelError(
                         f"{type(call.module).__name__} would attend to other keys on the paged engine than its mask in "
                         f"transformers shows, in a text of {length} tokens"
                     )
 
 
-def _served(module: nn.Module, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _windowed_outputs(module: nn.Module, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Queries of a text with these values, and what they get: some at its end as a chunk, and the last alone."""
     length, backend, device = len(values), SdpaBackend(), values.device
     for order in (np.arange(length), np.arange(length)[::-1].copy()):  # slots in a row are read in another way
         slots = torch.from_numpy(order)
-        held = torch.zeros_like(values)
-        held[slots] = values
-        bind_caches([module], [(torch.zeros_like(held).view(1, length, 1, -1), held.view(1, length, 1, -1))])
+        outputs = torch.zeros_like(values)
+        outputs[slots] = values
+        bind_caches([module], [(torch.zeros_like(outputs).view(1, length, 1, -1), outputs.view(1, length, 1, -1))])
         for count in (_ROWS, 1):
             counts, lengths = (np.array([n], dtype=np.int32) for n in (count, length))
             layout = BatchLayout(counts, lengths, [order], [np.zeros(1, dtype=np.int32)])

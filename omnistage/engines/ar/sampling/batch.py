@@ -83,8 +83,8 @@ class HostGroup(RowGroup):
     def pick_again(self, x: Tensor, local: Sequence[int], attempt: int) -> list[int]:
         """Ids of rows that were left `UNCOVERED`, from more of their logits."""
         rows = x[torch.tensor(local)].float()
-        selector = TokenSelector([self.states[i].params for i in local], self._vocab_size)
-        return selector.select(rows, self._uniforms(local), attempt=attempt)
+        selector = TokenSelector([self.states[i].params for i in local], self._vocab_size, attempt)
+        return selector.select(rows, self._uniforms(local))
 
 
 class DeviceGroup(RowGroup):
@@ -161,9 +161,9 @@ class BatchPlan:
         """`[L, 1 + 2n]`: logprob of the chosen token, of the n likeliest, and their ids; raw logits."""
         rows = logits.index_select(0, self._logprob_index).float()
         mass = rows.logsumexp(dim=1, keepdim=True)
-        chosen = rows.gather(1, ids[self._logprob_index].clamp(min=0)[:, None])
+        sampled = rows.gather(1, ids[self._logprob_index].clamp(min=0)[:, None])
         top, top_ids = top_rows(rows, self.tops)
-        return torch.cat([(chosen - mass).double(), (top - mass).double(), top_ids.double()], dim=1)
+        return torch.cat([(sampled - mass).double(), (top - mass).double(), top_ids.double()], dim=1)
 
     # ------------------------------------------------------------------------------------------- selection
 
@@ -171,12 +171,12 @@ class BatchPlan:
         """An id for each row, or `FAILED`."""
         groups = self.host_groups
         prepared = [logits if group.unchanged else group.prepare(logits) for group in groups]
-        picked = [group.pick(x) for group, x in zip(groups, prepared, strict=True)]
+        picks = [group.pick(x) for group, x in zip(groups, prepared, strict=True)]
         # A group without an index is the whole batch in its order; one group alone may still be in another.
-        tokens = picked[0]
+        tokens = picks[0]
         if groups[0].index is not None:
             tokens = [FAILED] * len(self.keys)
-            for group, ids in zip(groups, picked, strict=True):
+            for group, ids in zip(groups, picks, strict=True):
                 for row, token in zip(group.rows, ids, strict=True):
                     tokens[row] = token
         attempt = 0
@@ -200,10 +200,10 @@ class BatchPlan:
             triton_sample.sample(logits, upload(self.block, logits.device), out)
             return out
         groups = self.device_groups
-        picked = [group.select(logits) for group in groups]
+        picks = [group.select(logits) for group in groups]
         if groups[0].index is None:
-            return picked[0]
+            return picks[0]
         tokens = torch.empty(len(self.keys), dtype=torch.int64, device=logits.device)
-        for group, ids in zip(groups, picked, strict=True):
+        for group, ids in zip(groups, picks, strict=True):
             tokens[group.index] = ids
         return tokens

@@ -77,9 +77,9 @@ class DeviceSelector:
         weights = (shares * WEIGHT_SCALE).to(torch.int64)
         weights *= scaled >= scaled.gather(1, self.top_k[:, None].long() - 1)
         mass = weights.cumsum(dim=1)
-        needed = (self.top_p[:, None] * mass[:, -1:]).ceil()
-        kept = ((mass - weights < needed) | (self.top_p[:, None] >= 1)) & (shares >= self.min_p[:, None])
-        mass = torch.zeros_like(weights).scatter_(1, ids, weights * kept).cumsum(dim=1)
+        threshold = (self.top_p[:, None] * mass[:, -1:]).ceil()
+        keep = ((mass - weights < threshold) | (self.top_p[:, None] >= 1)) & (shares >= self.min_p[:, None])
+        mass = torch.zeros_like(weights).scatter_(1, ids, weights * keep).cumsum(dim=1)
         total = mass[:, -1]
         target = torch.minimum((u * total).to(torch.int64), total - 1)
         return (mass <= target[:, None]).sum(dim=1).clamp(max=x.shape[1] - 1)

@@ -110,13 +110,13 @@ class _Sources:
 
     def add(self, node: dict[str, object]) -> None:
         """What stands in one object, without those inside."""
-        pattern, grammar, named = node.get("pattern"), node.get("grammar"), node.get("patternProperties")
+        pattern, grammar, by_pattern = node.get("pattern"), node.get("grammar"), node.get("patternProperties")
         if isinstance(pattern, str):
             self.patterns.add(pattern)
         if isinstance(grammar, str):
             self.grammars.add(grammar)
-        if isinstance(named, dict):
-            self.patterns.update(named)
+        if isinstance(by_pattern, dict):
+            self.patterns.update(by_pattern)
         low, high = _count(node, "minLength"), _count(node, "maxLength")
         if low or high:
             self.lengths.add((low, high))
@@ -178,22 +178,22 @@ def check_source(parsed: object, param: str) -> None:
 
 
 def _sources_in(parsed: object, param: str) -> _Sources:
-    found, schemas = _Sources(), 0
+    sources, schemas = _Sources(), 0
     level: list[object] = [parsed]
     while level:
         node = level.pop()
         if isinstance(node, list):
             level += node
         elif isinstance(node, dict):
-            found.add(node)
+            sources.add(node)
             level += _inside(node)
             schemas += 1
             if schemas > MAX_SCHEMAS:
                 raise LimitExceededError(
                     f"it has more than {MAX_SCHEMAS} schemas; use fewer properties and alternatives", param=param
                 )
-    found.check_chars(param)
-    return found
+    sources.check_chars(param)
+    return sources
 
 
 def _inside(node: dict[str, object]) -> Iterator[object]:
@@ -213,9 +213,9 @@ def _property_states(node: dict[str, object]) -> float:
         return 0.0
     if low or high:
         return len(properties) ** 2 * min(max(low, high or len(properties)), len(properties)) * _PROPERTY_PAIR
-    named = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set[str]()
+    names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set[str]()
     additional = any(node.get(keyword) for keyword in ("additionalProperties", "unevaluatedProperties"))
-    optional = len(properties.keys() - named)
+    optional = len(properties.keys() - names)
     return optional**2 * _OPTIONAL_PAIR + (len(properties) * _ADDITIONAL_STATE if additional else 0.0)
 
 
@@ -241,7 +241,7 @@ def _alternatives(schema: object) -> float:
             total += len(options)
             children += options
     for keyword in ("properties", "$defs", "definitions"):
-        named = schema.get(keyword)
-        if isinstance(named, dict):
-            children += named.values()
+        branches = schema.get(keyword)
+        if isinstance(branches, dict):
+            children += branches.values()
     return total + sum(_alternatives(child) for child in children)

@@ -122,7 +122,7 @@ class GrammarState:
             return None
         now, began = time.monotonic(), self._began
         if began is None:
-            if now - self._asked < MASK_QUEUE_SECONDS:
+            if now - self._requested_at < MASK_QUEUE_SECONDS:
                 return None
             return QueueFullError(
                 "other requests keep all threads for grammars busy; try again later", retry_after=10.0
@@ -140,7 +140,7 @@ class GrammarState:
 
     def _request(self, token_id: int | None) -> None:
         self.ready = False
-        self._asked = time.monotonic()
+        self._requested_at = time.monotonic()
         self._began: float | None = None
         # The first comes from a thread, while the prompt is computed. So does one after a slow one: its request is held
         # out of the batches, where nobody would ask for a mask that was put off.

@@ -48,12 +48,12 @@ class GrammarThreads:
     ) -> None:
         self._slow_seconds = slow_seconds
         self._name = name
-        self._kept = threads
+        self._min_threads = threads
         self._max_threads = max_threads
         self._clock = clock
         lock = threading.Lock()
         self._work = threading.Condition(lock)
-        self._done = threading.Condition(lock)
+        self._finished = threading.Condition(lock)
         self._late = threading.Condition(lock)
         self._watcher: threading.Thread | None = None
         self._watching = False
@@ -72,12 +72,12 @@ class GrammarThreads:
             self._jobs.append(_Job(work, owner))
             self._assign()
 
-    def wait(self, done: Callable[[], bool], seconds: float) -> bool:
+    def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
         """Wait until `done`, which is asked after every job; whether it was in time."""
-        with self._done:
+        with self._finished:
             self._waiters += 1
             try:
-                return self._done.wait_for(done, seconds)
+                return self._finished.wait_for(condition, seconds)
             finally:
                 self._waiters -= 1
                 self._assign()
@@ -108,7 +108,7 @@ class GrammarThreads:
             return
         if self._idle:
             self._work.notify()
-        elif self._threads < min(self._kept + len(self._slow), self._max_threads):
+        elif self._threads < min(self._min_threads + len(self._slow), self._max_threads):
             self._threads += 1
             threading.Thread(target=self._run, name=f"{self._name}-{self._threads}", daemon=True).start()
         elif self._threads < self._max_threads and not self._watching:
@@ -139,7 +139,7 @@ class GrammarThreads:
             was_slow = thread in self._slow
             self._slow.discard(thread)
             if self._running.pop(thread, None) is not None and self._waiters:
-                self._done.notify_all()
+                self._finished.notify_all()
             if was_slow:  # its priority cannot be raised again
                 self._threads -= 1
                 self._assign()

@@ -27,8 +27,6 @@ Array: TypeAlias = Any
 it does with them is written alike for both."""
 Ints: TypeAlias = npt.NDArray[np.int64]
 
-_REFRESH_STEPS = 256
-
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _RESIDUAL = 0xD1B54A32D192ED03
@@ -148,10 +146,7 @@ class _Pairs:
 
 
 class _Places:
-    """Where a stack of `[V]` rows is not zero, followed as tokens are sampled.
-
-    The places go stale only by naming one twice, which is harmless: what is written there is the same.
-    """
+    """Where a stack of `[V]` rows is not zero, followed as tokens are sampled."""
 
     def __init__(self, counts: Sequence[Array], rows: Sequence[int]) -> None:
         self.stack = np.stack(counts)
@@ -161,10 +156,6 @@ class _Places:
         self._part_rows = np.array(rows)
         self._each = np.arange(len(rows))
         self._shift = self._part_rows * self._vocab_size - self._starts
-        self._added = 0
-        self._find()
-
-    def _find(self) -> None:
         self.in_stack = np.flatnonzero(self.flat)
         self.row = self.in_stack // self._vocab_size
         self.in_part = self.in_stack + self._shift[self.row]
@@ -174,14 +165,12 @@ class _Places:
         """Count the tokens sampled for all `P` rows."""
         # FAILED wraps to the last id; that request ends here and its counts with it.
         new = ids[self._part_rows] % self._vocab_size + self._starts
+        first = self.flat[new] == 0
         self.flat[new] += 1
-        self._added += 1
-        if self._added % _REFRESH_STEPS == 0:
-            self._find()
-            return
-        self.in_stack = np.concatenate((self.in_stack, new))
-        self.row = np.concatenate((self.row, self._each))
-        self.in_part = np.concatenate((self.in_part, new + self._shift))
+        if first.any():
+            self.in_stack = np.concatenate((self.in_stack, new[first]))
+            self.row = np.concatenate((self.row, self._each[first]))
+            self.in_part = np.concatenate((self.in_part, (new + self._shift)[first]))
 
 
 class _DenseCounts:
@@ -207,16 +196,16 @@ class _Penalties:
         repeating = [(i, s) for i, s in enumerate(states) if s.seen is not None]
         counting = [(i, s) for i, s in enumerate(states) if s.counts is not None]
         self._host = arrays.host
-        self._seen: Any = None
+        self._repeated: Any = None
         self._counts: Any = None
 
         def numbers(values: Sequence[float]) -> Array:
             return arrays.put(np.array(values, dtype=np.float32))
 
         if repeating:
-            self._seen = _counters([s.seen for _, s in repeating], [i for i, _ in repeating], arrays)
+            self._repeated = _counters([s.seen for _, s in repeating], [i for i, _ in repeating], arrays)
             self._repetition = numbers([s.params.repetition_penalty for _, s in repeating])
-            for row, (_, state) in zip(self._seen.stack, repeating, strict=True):
+            for row, (_, state) in zip(self._repeated.stack, repeating, strict=True):
                 state.seen = row
         if counting:
             self._counts = _counters([s.counts for _, s in counting], [i for i, _ in counting], arrays)
@@ -224,7 +213,7 @@ class _Penalties:
             self._frequency = numbers([s.params.frequency_penalty for _, s in counting])
             for row, (_, state) in zip(self._counts.stack, counting, strict=True):
                 state.counts = row
-        self.counters = [counter for counter in (self._seen, self._counts) if counter is not None]
+        self.counters = [counter for counter in (self._repeated, self._counts) if counter is not None]
 
     def apply(self, x: Array) -> None:
         if self._host:
@@ -233,8 +222,8 @@ class _Penalties:
             self._apply_dense(x)
 
     def _apply_places(self, flat: Array) -> None:
-        if self._seen is not None:
-            places, factor = self._seen.in_part, self._repetition[self._seen.row]
+        if self._repeated is not None:
+            places, factor = self._repeated.in_part, self._repetition[self._repeated.row]
             values = flat[places]
             flat[places] = np.where(values < 0, values * factor, values / factor)
         if self._counts is not None:
@@ -244,10 +233,10 @@ class _Penalties:
             flat[places] = flat[places] - frequency - self._presence[row]
 
     def _apply_dense(self, x: Tensor) -> None:
-        if self._seen is not None:
-            rows, factor = x[self._seen.part_rows], self._repetition[:, None]
+        if self._repeated is not None:
+            rows, factor = x[self._repeated.part_rows], self._repetition[:, None]
             changed = torch.where(rows < 0, rows * factor, rows / factor)
-            x[self._seen.part_rows] = torch.where(self._seen.stack != 0, changed, rows)
+            x[self._repeated.part_rows] = torch.where(self._repeated.stack != 0, changed, rows)
         if self._counts is not None:
             rows, counts = x[self._counts.part_rows], self._counts.stack
             rows = rows - self._frequency[:, None] * counts
@@ -303,11 +292,11 @@ class Processors:
             self._hold_stops(x, flat, self._stops)
 
     def _hold_stops(self, x: Array, flat: Array, stops: _Pairs) -> None:
-        held = flat[stops.places]
+        values = flat[stops.places]
         flat[stops.places] = self._never
         # A finished grammar, or a list of allowed ids, may leave only ids that stop: then they stay.
         nothing_left = self._arrays.xp.amax(x, 1) == -np.inf
-        flat[stops.places] = self._arrays.xp.where(nothing_left[stops.row_of_each], held, self._never)
+        flat[stops.places] = self._arrays.xp.where(nothing_left[stops.row_of_each], values, self._never)
 
     def record(self, ids: Tensor) -> None:
         """Count the sampled tokens."""

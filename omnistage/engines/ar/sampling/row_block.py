@@ -66,7 +66,7 @@ def build_block(states: Sequence[RowState], vocab_size: int, arrays: Arrays) -> 
 
 def _longs(state: RowState, vocab_size: int, arrays: Arrays) -> tuple[int, ...]:
     """From `ACTIVE` to `SPARE`."""
-    top_k, held = state.params.top_k, state.holds_stops
+    top_k, holds_stops = state.params.top_k, state.holds_stops
     return (
         1,
         state.stream,
@@ -75,8 +75,8 @@ def _longs(state: RowState, vocab_size: int, arrays: Arrays) -> tuple[int, ...]:
         _address(state.seen),
         _address(state.counts),
         _address(_bias(state, vocab_size, arrays)),
-        _address(_mask(state, vocab_size, arrays, held=held)),
-        _address(_mask(state, vocab_size, arrays, held=False)) if held else 0,
+        _address(_mask(state, vocab_size, arrays, held=holds_stops)),
+        _address(_mask(state, vocab_size, arrays, held=False)) if holds_stops else 0,
     )
 
 
@@ -130,8 +130,8 @@ class GrammarMasks:
         self._grammars = [grammar for _, _, grammar in rows]
         self._others = np.array(
             [
-                [_words(state, vocab_size, held=held and state.holds_stops) for _, state, _ in rows]
-                for held in (True, False)
+                [_words(state, vocab_size, held=holds_stops and state.holds_stops) for _, state, _ in rows]
+                for holds_stops in (True, False)
             ]
         )
         """`[2, G, words]`: what the rows allow beside their grammars, with and without ids that `min_tokens` holds."""

@@ -137,10 +137,10 @@ class Sampler:
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         state = RowState(params, stream=mix(seed))
         if params.repetition_penalty != 1.0:
-            known = [token for token in set(prompt_token_ids) if 0 <= token < self._vocab_size]
-            seen = np.zeros(self._vocab_size, dtype=np.int32)
-            seen[known] = 1
-            state.seen = self._arrays.put(seen)
+            token_ids = [token for token in set(prompt_token_ids) if 0 <= token < self._vocab_size]
+            counts = np.zeros(self._vocab_size, dtype=np.int32)
+            counts[token_ids] = 1
+            state.seen = self._arrays.put(counts)
         if params.presence_penalty or params.frequency_penalty:
             state.counts = self._arrays.put(np.zeros(self._vocab_size, dtype=np.int32))
         if params.logit_bias:
@@ -233,7 +233,8 @@ class Sampler:
         if pending.plan is None or pending.download is None:
             raise InternalError("a batch without tokens")
         tokens, *values = pending.download.wait()
-        return self._results(pending.plan, tokens.tolist(), values[0].flatten().tolist() if values else ())
+        logprobs = [number for tensor in values for number in tensor.flatten().tolist()]
+        return self._results(pending.plan, tokens.tolist(), logprobs)
 
     def _plan_for(self, keys: tuple[str, ...]) -> BatchPlan:
         plan = self._plan

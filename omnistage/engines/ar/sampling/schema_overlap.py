@@ -110,10 +110,10 @@ class Overlap:
     def _lists_differ(self, schemas: list[object]) -> bool | None:
         """Whether no two schemas that list their values list the same one; None where one lists none."""
         values = [_values(node) if isinstance(node := self._followed(schema), dict) else None for schema in schemas]
-        listed = [{*map(_key, some)} for some in values if some is not None]
-        if len(listed) < len(schemas):
+        values_of_each = [{*map(_key, some)} for some in values if some is not None]
+        if len(values_of_each) < len(schemas):
             return None
-        return len(set[object]().union(*listed)) == sum(map(len, listed))
+        return len(set[object]().union(*values_of_each)) == sum(map(len, values_of_each))
 
     def _have_discriminator(self, branches: list[object]) -> bool:
         """Whether they are objects with a required property that has other values in each."""

@@ -108,14 +108,14 @@ class _Check:
         self.overlap = Overlap(self.root)
 
     def run(self) -> None:
-        left: list[tuple[object, str]] = [(self.root, "#")]
-        seen: dict[int, Json] = {}  # they are kept: an identity must not come again
-        while left:
-            node, path = left.pop()
-            if not isinstance(node, dict) or id(node) in seen:
+        stack: list[tuple[object, str]] = [(self.root, "#")]
+        visited: dict[int, Json] = {}  # they are kept: an identity must not come again
+        while stack:
+            node, path = stack.pop()
+            if not isinstance(node, dict) or id(node) in visited:
                 continue
-            seen[id(node)] = node
-            left += self._check(node, path)
+            visited[id(node)] = node
+            stack += self._check(node, path)
             if node is not self.root and isinstance(node.get("$id"), str) and not node["$id"].startswith("#"):
                 self.inner_id = path
         if self.inner_id is not None and self.has_ref:
@@ -168,8 +168,8 @@ class _Check:
             beside = []
         if beside:
             self._refuse(path, beside[0], f"beside {form} it would not be enforced; move it into {_target(form)}")
-        listed = [value] if form == "const" else options if form == "enum" and isinstance(options, list) else []
-        if any(isinstance(number, int) and abs(number) >= 2**63 for number in listed):
+        options_listed = [value] if form == "const" else options if form == "enum" and isinstance(options, list) else []
+        if any(isinstance(number, int) and abs(number) >= 2**63 for number in options_listed):
             self._refuse(path, form, "integers beyond 64 bits would be rounded; use a string")
         if "type" in node and not covers(self.overlap.declared(node), self.overlap.types(node)):
             self._refuse(path, "type", f"beside {form} it would not be enforced; move it into {_target(form)}")
@@ -236,16 +236,16 @@ class _Check:
 
     def _check_object(self, node: Json, path: str) -> None:
         properties, patterns, names = (node.get(key) for key in ("properties", "patternProperties", "propertyNames"))
-        known = properties if isinstance(properties, dict) else {}
+        declared = properties if isinstance(properties, dict) else {}
         required = node.get("required")
         required = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
         for name in required:
-            if name not in known:
+            if name not in declared:
                 self._refuse(path, "required", f"{name[:100]!r} is not in properties; add it there")
-        if known and names is not None:
+        if declared and names is not None:
             self._refuse(path, "propertyNames", "beside properties it would not be enforced; leave it out")
         if isinstance(patterns, dict) and patterns:
-            if known or names is not None or len(patterns) > 1:
+            if declared or names is not None or len(patterns) > 1:
                 self._refuse(
                     path, "patternProperties", "only one pattern can be enforced, and nothing beside it; use properties"
                 )
@@ -253,12 +253,12 @@ class _Check:
         if names is not None and not (isinstance(names, dict) and self._is_name(names)):
             self._refuse(path, "propertyNames", "it must describe strings only; add type: string there")
         others = [key for key in ("additionalProperties", "unevaluatedProperties") if node.get(key, False) is not False]
-        closed = known and not others
+        closed = declared and not others
         if any(least > len(set(required)) + 1 for least in _numbers(node, "minProperties")) and not closed:
             self._refuse(
                 path, "minProperties", "the same name could come twice; list the names in properties, or use 1"
             )
-        for name in known if others else ():
+        for name in declared if others else ():
             if not (name.isascii() and name.isprintable()) or '"' in name or "\\" in name:
                 reason = f"it would take in {name[:100]!r}, too; rename that to plain ASCII, or leave it out"
                 self._refuse(path, others[0], reason)
@@ -306,17 +306,17 @@ def for_xgrammar(text: str) -> str:
     document = json.loads(text)
     numbers: dict[str, int] = {}
     changed = False
-    left = [document]
-    while left:
-        node = left.pop()
+    stack = [document]
+    while stack:
+        node = stack.pop()
         if isinstance(node, list):
-            left += node
+            stack += node
         elif isinstance(node, dict):
             for keyword, value in node.items():
                 if keyword in NAMING_KEYWORDS and isinstance(value, dict):
-                    left += value.values()
+                    stack += value.values()
                 elif keyword not in DATA_KEYWORDS:
-                    left.append(value)
+                    stack.append(value)
             hidden = _overlooked(node)
             if hidden:
                 key = json.dumps(hidden, sort_keys=True)
@@ -326,14 +326,14 @@ def for_xgrammar(text: str) -> str:
 
 
 def _escape_patterns(node: Json) -> bool:
-    pattern, named = node.get("pattern"), node.get("patternProperties")
+    pattern, by_pattern = node.get("pattern"), node.get("patternProperties")
     changed = False
     if isinstance(pattern, str) and node.get("type") != "regex":  # that is a structural tag's
         node["pattern"] = _UNPRINTABLE.sub(_escaped, pattern)
         changed = node["pattern"] != pattern
-    if isinstance(named, dict):
-        renamed = {_UNPRINTABLE.sub(_escaped, name): value for name, value in named.items()}
-        changed |= renamed.keys() != named.keys()
+    if isinstance(by_pattern, dict):
+        renamed = {_UNPRINTABLE.sub(_escaped, name): value for name, value in by_pattern.items()}
+        changed |= renamed.keys() != by_pattern.keys()
         node["patternProperties"] = renamed
     return changed
 
@@ -344,10 +344,10 @@ def _escaped(character: re.Match[str]) -> str:
 
 
 def _overlooked(node: Json) -> list[object]:
-    named = [value for key in ("properties", "patternProperties") if isinstance(value := node.get(key), dict)]
+    mappings = [value for key in ("properties", "patternProperties") if isinstance(value := node.get(key), dict)]
     values = [node["const"]] if "const" in node else node.get("enum")
     return [
-        *({name: value} for schemas in named for name, value in schemas.items() if name in _COMMENTS),
+        *({name: value} for schemas in mappings for name, value in schemas.items() if name in _COMMENTS),
         *(value for value in (values if isinstance(values, list) else ()) if isinstance(value, dict | list)),
     ]
 

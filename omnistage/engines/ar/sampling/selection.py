@@ -13,7 +13,7 @@ come out the same in any order, over any width and by any attempt.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, inf, isfinite
 
@@ -61,7 +61,7 @@ class Candidates:
     ids: Ints
     """`[R, K]`."""
     known: Ints
-    """`[R, 1]`: how many of them are above the floor."""
+    """`[R, 1]`: how many of them are tokens, not padding."""
     floor: Floats
     """`[R, 1]`: every token above it is there; -inf says that all tokens with any probability are."""
 
@@ -84,8 +84,8 @@ def _sorted_host(array: Floats) -> Candidates:
     ids = keys & 0xFFFFFFFF
     values = np.take_along_axis(array, ids, axis=1)
     values[np.isnan(array.max(axis=1))] = np.nan
-    known = (values > -np.inf).sum(axis=1, keepdims=True)
-    return Candidates(values, ids, known, np.full((len(array), 1), -np.inf, dtype=np.float32))
+    shape = len(array), 1
+    return Candidates(values, ids, np.full(shape, array.shape[1]), np.full(shape, -np.inf, dtype=np.float32))
 
 
 class _Search:
@@ -99,8 +99,10 @@ class _Search:
         largest, rows = int(counts.max()), len(counts)
         columns = min(max(_COLUMNS, 4 * largest), vocab_size // 2)
         self._too_narrow = columns < 2 * largest
+        if self._too_narrow:
+            return
         self._columns = columns
-        self._depth = vocab_size // max(columns, 1)
+        self._depth = vocab_size // columns
         self._each = np.arange(rows)[:, None]
         self._kth = self._each[:, 0], columns - counts
         self._starts = np.arange(rows + 1) * vocab_size
@@ -112,7 +114,7 @@ class _Search:
         maxima = np.maximum.reduce(array[:, :whole].reshape(rows, self._depth, self._columns), axis=1)
         maxima.sort(axis=1)
         bound = maxima[self._kth]
-        flat = (array >= np.maximum(bound, _MIN_FINITE)[:, None]).reshape(-1).nonzero()[0]
+        flat = np.flatnonzero(array >= np.maximum(bound, _MIN_FINITE)[:, None])
         ends = flat.searchsorted(self._starts)
         known = (ends[1:] - ends[:-1])[:, None]
         used = np.arange(max(1, np.maximum.reduce(known, axis=None))) < known
@@ -183,64 +185,62 @@ def temperature_of(params: SamplingParams) -> float:
 class TokenSelector:
     """Temperature, top-k, top-p, min-p and the choice for a fixed list of sampled rows; built once for a batch."""
 
-    def __init__(self, params: Sequence[SamplingParams], vocab_size: int) -> None:
+    def __init__(self, params: Sequence[SamplingParams], vocab_size: int, attempt: int = 0) -> None:
+        """Filters look at each row's likeliest tokens, the more the higher the `attempt`; the third sorts all.
+
+        Whichever attempt settles a row, the id is the same.
+        """
         filtered = [i for i, p in enumerate(params) if is_filtered(p, vocab_size)]
         self._whole = [(i, temperature_of(p)) for i, p in enumerate(params) if not is_filtered(p, vocab_size)]
         self._filtered = filtered
         self._weigher = _Weigher(vocab_size)
-        self._filters = _Filters([params[i] for i in filtered], vocab_size, self._weigher) if filtered else None
+        self._filters = (
+            _Filters([params[i] for i in filtered], vocab_size, self._weigher, attempt) if filtered else None
+        )
 
-    def select(self, x: Tensor, u: Sequence[float], *, attempt: int = 0) -> list[int]:
-        """Ids from float32 logits `[R, V]` and a number in [0, 1) for each row.
-
-        Filters look at each row's likeliest tokens; a row they do not settle gives `UNCOVERED` and needs a further
-        attempt. The last sorts all and settles every row. Whichever attempt does, the id is the same.
-        """
+    def select(self, x: Tensor, u: Sequence[float]) -> list[int]:
+        """Ids from float32 logits `[R, V]` and a number in [0, 1) for each row; `UNCOVERED`: take the next attempt."""
         array = np.ascontiguousarray(x.numpy())
         if self._filters is not None and not self._whole:
-            return self._filters.select(array, u, attempt)
+            return self._filters.select(array, u)
         ids = [FAILED] * len(array)
         for i, temperature in self._whole:
             ids[i] = self._weigher.pick(array[i], temperature, u[i])
         if self._filters is not None:
-            found = self._filters.select(array[self._filtered], [u[i] for i in self._filtered], attempt)
-            for i, token in zip(self._filtered, found, strict=True):
+            selected = self._filters.select(array[self._filtered], [u[i] for i in self._filtered])
+            for i, token in zip(self._filtered, selected, strict=True):
                 ids[i] = token
         return ids
+
+
+def counts_to_look_at(limits: Ints, attempt: int) -> Ints:
+    """How many of each row's likeliest tokens an attempt looks at."""
+    # A limited row comes back for a second attempt when its ties outnumber the first one's candidates.
+    return np.where((limits <= MAX_FAST_TOP_K) & (attempt == 0), limits, _CANDIDATES[attempt])
 
 
 class _Filters:
     """The rows of a batch that have filters."""
 
-    def __init__(self, params: Sequence[SamplingParams], vocab_size: int, weigher: _Weigher) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, params: Sequence[SamplingParams], vocab_size: int, weigher: _Weigher, attempt: int) -> None:
         self._weigher = weigher
         self._rules = [_Rule.of(p, vocab_size) for p in params]
         limits = np.array([rule.limit for rule in self._rules])
-        self._fixed = np.where(limits <= MAX_FAST_TOP_K, limits, 0)
         self._temperature = np.array([[temperature_of(p)] for p in params], dtype=np.float32)
         self._min_p = np.array([[p.min_p] for p in params], dtype=np.float32)
         self._each = np.arange(len(limits))[:, None]
         self._last = limits[:, None] - 1
         self._unscaled = all(p.temperature == 1.0 for p in params)
         self._some_limited = any(rule.limited for rule in self._rules)
-        self._some_min_p = any(p.min_p > 0 for p in params)
+        self._some_min_p = bool(self._min_p.any())
         # These cut by a share of the whole vocabulary's mass.
         self._weighed = [i for i, rule in enumerate(self._rules) if rule.top_p < 1 and not rule.limited]
-        self._search = _Search(self._counts(0), vocab_size)
+        self._search: Callable[[Floats], Candidates] = _sorted_host
+        if attempt < len(_CANDIDATES):
+            self._search = _Search(counts_to_look_at(limits, attempt), vocab_size)
 
-    def _counts(self, attempt: int) -> Ints:
-        """How many of each row's likeliest tokens to look at."""
-        # A limited row comes back for a second attempt when its ties outnumber the first one's candidates.
-        return np.where((self._fixed > 0) & (attempt == 0), self._fixed, _CANDIDATES[attempt])
-
-    def select(self, array: Floats, u: Sequence[float], attempt: int) -> list[int]:
-        if attempt >= len(_CANDIDATES):
-            return self._choose(_sorted_host(array), u, array)
-        search = self._search if attempt == 0 else _Search(self._counts(attempt), self._vocab_size)
-        return self._choose(search(array), u, array)
-
-    def _choose(self, candidates: Candidates, u: Sequence[float], array: Floats) -> list[int]:
+    def select(self, array: Floats, u: Sequence[float]) -> list[int]:
+        candidates = self._search(array)
         width = candidates.values.shape[1]
         with np.errstate(all="ignore"):  # rows that fail make NaN on the way
             scaled = candidates.values if self._unscaled else candidates.values / self._temperature
@@ -267,9 +267,9 @@ class _Filters:
                 ids.append(FAILED)
                 continue
             # In descending order each filter keeps a prefix, and so do all of them together.
-            kept = width if shared is None else shared[i]
-            if rule.top_p < 1:
-                kept = min(kept, bisect_left(row, ceil(rule.top_p * totals.get(i, int(row[-1])))) + 1)
+            kept = bisect_left(row, ceil(rule.top_p * totals.get(i, int(row[-1])))) + 1
+            if shared is not None:
+                kept = min(kept, shared[i])
             # Tokens that are not among the candidates must not be able to change the choice.
             if clear is not None and rule.limited:
                 settled = rule.limit <= known[i] and clear[i]
@@ -307,7 +307,7 @@ class _Weigher:
         target = _target(u, int(ends[-1]))
         piece = int(ends.searchsorted(target, side="right"))
         before = int(ends[piece - 1]) if piece else 0
-        within = self._weights[piece * _PIECE : (piece + 1) * _PIECE].cumsum(dtype=np.int64)
+        within = self._weights[piece * _PIECE :][:_PIECE].cumsum(dtype=np.int64)
         return piece * _PIECE + int(within.searchsorted(target - before, side="right"))
 
     def mass(self, row: Floats, temperature: float) -> int:

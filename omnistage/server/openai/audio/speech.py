@@ -153,16 +153,16 @@ def _field_name(param: str) -> str:
 
 def _sound_params(body: SpeechRequest, model: ServedModel) -> dict[str, StageParams]:
     """The parameters of a diffusion model. Raises where one is sent to another kind of model."""
-    sent = sorted({"seconds", "steps", "guidance", "negative_prompt"} & body.model_fields_set)
-    sent = [name for name in sent if getattr(body, name) is not None]
-    if not sent:
+    fields = sorted({"seconds", "steps", "guidance", "negative_prompt"} & body.model_fields_set)
+    fields = [name for name in fields if getattr(body, name) is not None]
+    if not fields:
         return {}
     stage = model.stage_for_params(DiffusionParams)
     if stage is None or not isinstance(model.omni.processor, DrawingProcessor):
         raise InvalidRequestError(
-            "parameter not supported; it is for diffusion models that generate sound", param=sent[0]
+            "parameter not supported; it is for diffusion models that generate sound", param=fields[0]
         )
-    return {stage: DiffusionParams.parse({name: getattr(body, name) for name in sent})}
+    return {stage: DiffusionParams.parse({name: getattr(body, name) for name in fields})}
 
 
 async def speech_pieces(

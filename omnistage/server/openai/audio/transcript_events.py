@@ -64,7 +64,7 @@ def tokens_used(usage: Usage) -> TokensUsed:
 class TranscriptEvents:
     """The events of one streamed transcription, whose deltas make up the text of the last one."""
 
-    _begun: bool = False
+    _started: bool = False
     _space: str = ""
     """At the end of what has come, which is no part of the text if nothing follows."""
 
@@ -80,9 +80,9 @@ class TranscriptEvents:
 
     def _stripped(self, text: str) -> str:
         """What is ready of the text without white space around it: models begin with a space."""
-        text = self._space + text if self._begun else text.lstrip()
+        text = self._space + text if self._started else text.lstrip()
         ready = text.rstrip()
-        self._space, self._begun = text[len(ready) :], self._begun or bool(ready)
+        self._space, self._started = text[len(ready) :], self._started or bool(ready)
         return ready
 
 
@@ -113,11 +113,11 @@ class TranscriptChunks:
         if item.final is not None:
             events.append(self._chunk("", "stop", used_now))
             if self._include_usage:
-                used = tokens_used(item.final.usage)
+                tokens = tokens_used(item.final.usage)
                 counts = {
-                    "prompt_tokens": used["input_tokens"],
-                    "completion_tokens": used["output_tokens"],
-                    "total_tokens": used["total_tokens"],
+                    "prompt_tokens": tokens["input_tokens"],
+                    "completion_tokens": tokens["output_tokens"],
+                    "total_tokens": tokens["total_tokens"],
                 }
                 events.append({**self._head(), "choices": [], "usage": counts})
         return events

@@ -165,7 +165,7 @@ class TranscriptionForm(WireModel):
         timed = self.response_format in (*_TIMED, "verbose_json") or bool(self.timestamp_granularities)
         if self.timestamp_granularities and self.response_format != "verbose_json":
             raise InvalidRequestError(
-                "needs response_format verbose_json; ask for that, or leave it out", param="timestamp_granularities"
+                "needs response_format verbose_json; set that, or leave it out", param="timestamp_granularities"
             )
         if self.stream and timed:
             raise InvalidRequestError(
@@ -258,21 +258,21 @@ async def transcriptions(
     """Transcribe audio; with timestamps where the model gives them."""
     service = service_of(request)
     holder = caller(request)
-    served = service.model(form.model)
-    processor = served.omni.processor
+    model = service.model(form.model)
+    processor = model.omni.processor
     require_audio_input(processor)
     form.check_vllms()
     data = await form.file.read()
     if not data:
         raise InvalidRequestError("is empty; send an audio file", param="file")
     if isinstance(processor, SpeechRecognizer):
-        return await recognized(form, form.options(), service, holder, served, data)
+        return await recognized(form, form.options(), service, holder, model, data)
     form.reject_timestamps()
     if isinstance(processor, Transcriber):
         form.reject_unsupported_options()
-        transcript = await transcribe(service, holder, served, processor, data, form.timeout)
-        return await _transcribed(form, transcript, served.name)
-    stage = served.stage_for_params(SamplingParams)
+        transcript = await transcribe(service, holder, model, processor, data, form.timeout)
+        return await _transcribed(form, transcript, model.name)
+    stage = model.stage_for_params(SamplingParams)
     if stage is None:
         raise UnsupportedModalityError("this model has no text output; use one that has", param="model")
     content = [
@@ -281,14 +281,14 @@ async def transcriptions(
     ]
     running = service.run_request(
         holder,
-        served,
+        model,
         [{"role": "user", "content": content}],
         {stage: form.sampling()},
         RequestOptions(["text"], None, 0, form.timeout),
         rename=lambda path: "file" if path == "prompt" or path.startswith("messages") else path,
     )
     if form.stream:
-        return await stream_response(streamed(running, form.chunks(served.name)))
+        return await stream_response(streamed(running, form.chunks(model.name)))
     seconds = 0.0
     async with running as stream:
         final = await final_of(stream)
@@ -296,7 +296,7 @@ async def transcriptions(
             raise failure
         if form.response_format == "verbose_json":  # decoded again, as the file's header may not say how long it is
             with cancellation_scope(Cancellation()) as cancellation, decode_for(service.owner_of(holder)):
-                clip = await prepare(lambda: decode_audio(data, served.omni.media_limits), cancellation, Lane.MEDIA)
+                clip = await prepare(lambda: decode_audio(data, model.omni.media_limits), cancellation, Lane.MEDIA)
             seconds = clip.seconds
     # The language is what the client said: it is not recognised.
     return _whole(form, final.text.strip(), tokens_used(final.usage), form.language or "", seconds)
@@ -312,15 +312,15 @@ async def translations(
 ) -> Response:
     """Transcribe audio in English, whatever its language."""
     service, holder = service_of(request), caller(request)
-    served = service.model(form.model)
-    if not isinstance(served.omni.processor, SpeechRecognizer):
+    model = service.model(form.model)
+    if not isinstance(model.omni.processor, SpeechRecognizer):
         raise UnsupportedModalityError("this model does not translate speech; use one that does", param="model")
     data = await form.file.read()
     if not data:
         raise InvalidRequestError("is empty; send an audio file", param="file")
     timed = form.response_format in (*_TIMED, "verbose_json")
     options = TranscriptionOptions(translate=True, prompt=form.prompt or "", timestamps=timed)
-    return await recognized(form, options, service, holder, served, data)
+    return await recognized(form, options, service, holder, model, data)
 
 
 async def recognized(
@@ -355,12 +355,14 @@ async def recognized(
         raise StageError("the stage ended without a transcript")
     if text != transcript.whole:  # a content filter has changed it
         if form.response_format in _TIMED:
-            raise ContentFilterError("the content filter changed this transcription; ask for json or text")
+            raise ContentFilterError(
+                "the content filter changed this transcription; set response_format to json or text"
+            )
         transcript = replace(transcript, whole=text, segments=(), words=())
-    return _written(form, transcript, tokens_used(final.usage), translated=options.translate)
+    return _render(form, transcript, tokens_used(final.usage), translated=options.translate)
 
 
-def _written(
+def _render(
     form: TranscriptionForm | TranslationForm, transcript: Transcript, usage: TokensUsed, *, translated: bool
 ) -> Response:
     text = transcript.whole or ""

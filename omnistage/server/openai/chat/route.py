@@ -80,9 +80,9 @@ def _params(body: ChatRequest, model: ServedModel) -> Mapping[str, StageParams]:
         stage = model.stage_for_params(SamplingParams)
         if stage is None:
             of_text = {*SamplingParams.model_fields, "max_completion_tokens", "response_format", "tools"}
-            sent = body.model_dump(include=of_text, exclude_none=True)
+            values = body.model_dump(include=of_text, exclude_none=True)
             raise InvalidRequestError(
-                "is not supported by a model without text output; leave it out", param=next(iter(sent))
+                "is not supported by a model without text output; leave it out", param=next(iter(values))
             )
         params[stage] = sampling
     if body.drawing is not None:

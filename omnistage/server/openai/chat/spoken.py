@@ -18,16 +18,16 @@ class SpokenAnswers:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._kept: dict[tuple[str, str], tuple[float, str]] = {}
+        self._texts: dict[tuple[str, str], tuple[float, str]] = {}
         self._lock = threading.Lock()
 
     def keep(self, holder: str, audio_id: str, transcript: str) -> int:
         """Keep a transcript; until when, in Unix seconds."""
         expires = self._clock() + _KEEP_SECONDS
         with self._lock:  # answers are built in several threads
-            self._kept[holder, audio_id] = (expires, transcript)
-            while len(self._kept) > _MAX_KEPT:
-                del self._kept[next(iter(self._kept))]
+            self._texts[holder, audio_id] = (expires, transcript)
+            while len(self._texts) > _MAX_KEPT:
+                del self._texts[next(iter(self._texts))]
         return int(expires)
 
     def recalled(self, holder: str, messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
@@ -39,8 +39,8 @@ class SpokenAnswers:
         audio_id = audio.get("id") if isinstance(audio, Mapping) else None
         if message.get("role") != "assistant" or not isinstance(audio_id, str):
             return message
-        kept = self._kept.get((holder, audio_id))
-        if kept is None or kept[0] < self._clock():
+        entry = self._texts.get((holder, audio_id))
+        if entry is None or entry[0] < self._clock():
             return message
         rest = {key: value for key, value in message.items() if key != "audio"}
-        return rest if rest.get("content") else {**rest, "content": kept[1]}
+        return rest if rest.get("content") else {**rest, "content": entry[1]}

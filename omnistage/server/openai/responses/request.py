@@ -209,7 +209,7 @@ class ResponsesRequest(SamplesText, ResponseToolFields):
         if self.audio is not None and "audio" not in (self.modalities or ()):
             raise field_error("audio", "is for speech; add audio to modalities")
         if self.stream and self.audio is not None and self.audio.format not in ("pcm16", "wav"):
-            raise field_error("audio.format", "a stream carries pcm16; ask for that")
+            raise field_error("audio.format", "a stream carries pcm16; set that")
         return self
 
     @property

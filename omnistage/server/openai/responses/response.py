@@ -185,8 +185,8 @@ class ResponseWriter:
         self._open: Item | None = None
         self._part = _empty_text()
         """Of the message that was opened last."""
-        self._thought: ReasoningText = {"type": "reasoning_text", "text": ""}
-        self._sent = 0
+        self._reasoning_part: ReasoningText = {"type": "reasoning_text", "text": ""}
+        self._num_sent = 0
 
     def response(self, final: OmniRequestOutput) -> ResponseObject:
         """The response of a request that has ended and did not stream: the one of the stream's last event."""
@@ -196,7 +196,7 @@ class ResponseWriter:
 
     def events(self, item: OutputChunk) -> list[ResponseEvent]:
         # Not before the first item: an error until then has an HTTP status.
-        events = [] if self._sent else self._begin(item)
+        events = [] if self._num_sent else self._begin(item)
         if item.final is not None:
             return events + self._end(item.final)
         events += self._reasoning(item.reasoning)
@@ -216,8 +216,8 @@ class ResponseWriter:
             self._event("response.in_progress", response=response),
         ]
         # With tools, what the first item is is not known yet; nor while it may be reasoning.
-        known = self._reader is None and not item.reasoning and (item.text or item.audio is not None)
-        return events + self._open_message() if known else events
+        settled = self._reader is None and not item.reasoning and (item.text or item.audio is not None)
+        return events + self._open_message() if settled else events
 
     def _reasoning(self, text: str) -> list[ResponseEvent]:
         if not text:
@@ -226,7 +226,7 @@ class ResponseWriter:
         if self._open is None or self._open["type"] != "reasoning":
             events += self._close("completed") + self._open_reasoning()
         events.append(self._part_event("response.reasoning_text.delta", delta=text))
-        self._thought["text"] += text
+        self._reasoning_part["text"] += text
         return events
 
     def _text(self, text: str) -> list[ResponseEvent]:
@@ -318,8 +318,8 @@ class ResponseWriter:
             "content": [],
         }
         events = self._add(item, {**item, "content": []})
-        item["content"].append(self._thought)
-        return [*events, self._part_event("response.content_part.added", part={**self._thought})]
+        item["content"].append(self._reasoning_part)
+        return [*events, self._part_event("response.content_part.added", part={**self._reasoning_part})]
 
     def _open_call(self, call_id: str, name: str) -> list[ResponseEvent]:
         item: CallItem = {
@@ -343,12 +343,12 @@ class ResponseWriter:
             return []
         item["status"] = status
         if item["type"] == "function_call":
-            done = "response.function_call_arguments.done"
-            events = [self._item_event(done, name=item["name"], arguments=item["arguments"])]
+            event = "response.function_call_arguments.done"
+            events = [self._item_event(event, name=item["name"], arguments=item["arguments"])]
         elif item["type"] == "reasoning":
             events = [
-                self._part_event("response.reasoning_text.done", text=self._thought["text"]),
-                self._part_event("response.content_part.done", part=self._thought),
+                self._part_event("response.reasoning_text.done", text=self._reasoning_part["text"]),
+                self._part_event("response.content_part.done", part=self._reasoning_part),
             ]
         else:
             events = [
@@ -376,8 +376,8 @@ class ResponseWriter:
         return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
 
     def _event(self, kind: str, **fields: Unpack[EventFields]) -> ResponseEvent:
-        event: ResponseEvent = {"type": kind, "sequence_number": self._sent, **fields}
-        self._sent += 1
+        event: ResponseEvent = {"type": kind, "sequence_number": self._num_sent, **fields}
+        self._num_sent += 1
         if self._body.obfuscates and kind.endswith(".delta"):
             pad(event)
         return event

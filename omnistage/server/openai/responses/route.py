@@ -163,12 +163,12 @@ def _with_parts(item: Mapping[str, object]) -> Mapping[str, object]:
 def _page(items: Sequence[Mapping[str, object]], limit: int, after: str | None) -> InputItems:
     ids = [str(item["id"]) for item in items]
     if after is not None and after not in ids:
-        raise InvalidRequestError("there is no such item; send the last_id of the page before", param="after")
+        raise InvalidRequestError("item not found; send the last_id of the page before", param="after")
     start = 0 if after is None else ids.index(after) + 1
-    shown, shown_ids = list(items[start : start + limit]), ids[start : start + limit]
+    page, shown_ids = list(items[start : start + limit]), ids[start : start + limit]
     return {
         "object": "list",
-        "data": shown,
+        "data": page,
         "first_id": shown_ids[0] if shown_ids else None,
         "last_id": shown_ids[-1] if shown_ids else None,
         "has_more": start + limit < len(items),

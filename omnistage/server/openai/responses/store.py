@@ -32,7 +32,7 @@ class ResponseStore:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._kept: dict[str, StoredResponse] = {}
+        self._responses: dict[str, StoredResponse] = {}
         self.size = 0
 
     def keep(
@@ -49,20 +49,20 @@ class ResponseStore:
         most_bytes, most = (MAX_BYTES // _SHARE, MAX_RESPONSES // _SHARE) if shared else (MAX_BYTES, MAX_RESPONSES)
         if size > most_bytes:
             return
-        own = [name for name, one in self._kept.items() if shared and one.holder == holder]
-        own_size = sum(self._kept[name].size for name in own)
+        own = [name for name, one in self._responses.items() if shared and one.holder == holder]
+        own_size = sum(self._responses[name].size for name in own)
         while own and (len(own) >= most or own_size + size > most_bytes):
-            own_size -= self._kept[own[0]].size
+            own_size -= self._responses[own[0]].size
             self._drop(own.pop(0))
-        while self._kept and (len(self._kept) >= MAX_RESPONSES or self.size + size > MAX_BYTES):
-            self._drop(next(iter(self._kept)))
+        while self._responses and (len(self._responses) >= MAX_RESPONSES or self.size + size > MAX_BYTES):
+            self._drop(next(iter(self._responses)))
         expires = self._clock() + KEEP_SECONDS
-        self._kept[str(response["id"])] = StoredResponse(holder, response, items, inputs, size, expires)
+        self._responses[str(response["id"])] = StoredResponse(holder, response, items, inputs, size, expires)
         self.size += size
 
     def get(self, holder: str, response_id: str) -> StoredResponse:
         """A response of this holder's. Raises `NotFoundError`."""
-        stored = self._kept.get(response_id)
+        stored = self._responses.get(response_id)
         if stored is not None and stored.expires < self._clock():
             self._drop(response_id)
             stored = None
@@ -78,4 +78,4 @@ class ResponseStore:
         self._drop(response_id)
 
     def _drop(self, response_id: str) -> None:
-        self.size -= self._kept.pop(response_id).size
+        self.size -= self._responses.pop(response_id).size

@@ -120,13 +120,13 @@ class JobStore:
                 f"UPDATE jobs SET status = 'failed', error_code = ?, error_message = ?, completed_at = ? WHERE {_OPEN}",
                 (error.code, error.message, int(time.time())),
             )
-            known = {row[0] for row in self._db.execute("SELECT id FROM jobs WHERE status = 'completed'")}
+            ids = {row[0] for row in self._db.execute("SELECT id FROM jobs WHERE status = 'completed'")}
             present = {path.stem for path in self._folder.glob("*.mp4")}
-            for job_id in present - known:
+            for job_id in present - ids:
                 self.path(job_id).unlink(missing_ok=True)
             for part in self._folder.glob("*.part"):
                 part.unlink(missing_ok=True)
-            for job_id in known - present:
+            for job_id in ids - present:
                 self._db.execute(
                     "UPDATE jobs SET status = 'failed', error_code = 'file_lost', bytes = 0, "
                     "error_message = 'the file is gone from the state folder' WHERE id = ?",

@@ -141,7 +141,7 @@ _MP4 = response_docs(files=("video/mp4",))
 _CONTENT = {
     **_MP4,
     206: {**_MP4[200], "description": "The part that the header Range asks for."},
-    416: {"model": ErrorBody, "description": "The file has no such part."},
+    416: {"model": ErrorBody, "description": "The range is not satisfiable."},
 }
 
 # ------------------------------------------------------------------------------------------------------- routes
@@ -317,7 +317,7 @@ async def _form(request: Request) -> tuple[dict[str, object], bytes | None]:
             elif name == "input_reference":
                 image = await value.read()
             else:
-                raise InvalidRequestError("there is no such file; send input_reference", param=name[:80])
+                raise InvalidRequestError("unknown file field; send input_reference", param=name[:80])
     url = values.pop("input_reference[image_url]", None)
     if url is not None:
         values["input_reference"] = {"image_url": url}

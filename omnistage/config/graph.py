@@ -46,7 +46,7 @@ def check_names(pipeline: PipelineConfig, registry: Registry) -> None:
 
 def check_placement(placement: Mapping[str, GroupConfig], stages: Mapping[str, StageConfig]) -> None:
     """Raise unless every group has stages of the pipeline, and no two groups the same one."""
-    seen: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for name, group in placement.items():
         path = f"deployment.placement.{name}.stages"
         if not _GROUP_NAME.fullmatch(name):
@@ -59,21 +59,21 @@ def check_placement(placement: Mapping[str, GroupConfig], stages: Mapping[str, S
                 raise ConfigError(f"there is no stage {short_repr(stage)}; {did_you_mean(stage, stages)}", param=path)
             if isinstance(stages[stage], RemoteStageConfig) and group.kind != "inline":
                 raise ConfigError(f"stage {stage!r} runs on a server of its own; take it out of the group", param=path)
-            if stage in seen:
-                where = "twice" if seen[stage] == name else f"in group {seen[stage]!r} as well"
+            if stage in paths:
+                where = "twice" if paths[stage] == name else f"in group {paths[stage]!r} as well"
                 raise ConfigError(f"stage {stage!r} is {where}; name it in one group, once", param=path)
-            seen[stage] = name
+            paths[stage] = name
 
 
-def _check_registered(kind: str, name: str, known: list[str], path: str) -> None:
+def _check_registered(kind: str, name: str, names: list[str], path: str) -> None:
     if not _REGISTRY_NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} looks like an import path or a file; code is never imported from a configuration, "
-            f"so register the {kind} and give its registry name; {did_you_mean(name, known, limit=3)}",
+            f"so register the {kind} and give its registry name; {did_you_mean(name, names, limit=3)}",
             param=path,
         )
-    if name not in known:
-        near = did_you_mean(name, known, limit=3)
+    if name not in names:
+        near = did_you_mean(name, names, limit=3)
         raise ConfigError(
             f"unknown {kind} {name!r} (a registry name; import paths are never followed); {near}", param=path
         )

@@ -177,7 +177,7 @@ class OutputBuffer:
         self._wake_last = wake_last
         self._items: deque[OutputChunk] = deque()
         self._lock = threading.Lock()  # itself, and not through the condition, which takes several calls
-        self._arrived = threading.Condition(self._lock)
+        self._has_items = threading.Condition(self._lock)
         self._waiting = False
 
     def __len__(self) -> int:
@@ -191,7 +191,7 @@ class OutputBuffer:
             else:
                 self._items.append(item)
             if self._waiting:
-                self._arrived.notify()
+                self._has_items.notify()
         if item.final is not None and self._wake_last is not None:
             self._wake_last()
         elif was_empty and self._wake is not None:
@@ -208,7 +208,7 @@ class OutputBuffer:
         """Wait for the next item; None once `timeout` seconds have passed."""
         with self._lock:
             self._waiting = True
-            self._arrived.wait_for(lambda: bool(self._items), timeout)
+            self._has_items.wait_for(lambda: bool(self._items), timeout)
             self._waiting = False
             return self._items.popleft() if self._items else None
 

@@ -120,9 +120,9 @@ class _Run:
             self.ended = True
             self._stopped.release()
 
-    def _on_step(self, done: int, steps: int) -> None:
+    def _on_step(self, step: int, steps: int) -> None:
         if not self._abandoned:  # else the pipeline took another step on its way out
-            self.at = (done, max(done, steps))
+            self.at = (step, max(step, steps))
             self._stopped.release()
             self._go.acquire()
         if self._abandoned:
@@ -163,7 +163,7 @@ class WholeStage(BatchedStage[DiffusionInput, DiffusionParams]):
         self._queue: RequestQueue[_Request] = RequestQueue(budget.ageing_steps)
         self._current: tuple[str, _Request] | None = None
         self._run: _Run | None = None
-        self._moved = 0
+        self._lane_steps = 0
 
     def _check(self, info: RequestInfo, params: DiffusionParams, payload: DiffusionInput) -> None:
         self.component.check(payload, params)
@@ -194,7 +194,7 @@ class WholeStage(BatchedStage[DiffusionInput, DiffusionParams]):
         if run.ended:
             self._run = None
             return chunks + self._emit(request_id, request, run)
-        self._moved += 1
+        self._lane_steps += 1
         return [*chunks, self._progress(request_id, request, run.at)]
 
     def has_work(self) -> bool:
@@ -202,7 +202,9 @@ class WholeStage(BatchedStage[DiffusionInput, DiffusionParams]):
 
     def stats(self) -> StageStats:
         running = int(self._current is not None)
-        return StageStats(waiting=len(self._queue), running=running, steps=self._steps, tokens=self._moved, capacity=1)
+        return StageStats(
+            waiting=len(self._queue), running=running, steps=self._steps, tokens=self._lane_steps, capacity=1
+        )
 
     def close(self) -> None:
         self._drop_current()
@@ -218,9 +220,9 @@ class WholeStage(BatchedStage[DiffusionInput, DiffusionParams]):
 
     def _progress(self, request_id: str, request: _Request, at: tuple[int, int]) -> StageChunk:
         """Steps of all pictures; those that wait will have as many as this one."""
-        done, steps = at
+        step, steps = at
         total = request.before + steps * (request.params.n - request.index)
-        return StageChunk(request_id, self.name, Progress(request.before + done, total))
+        return StageChunk(request_id, self.name, Progress(request.before + step, total))
 
     def _emit(self, request_id: str, request: _Request, run: _Run) -> list[StageChunk]:
         """A picture is done, or failed."""
@@ -230,7 +232,7 @@ class WholeStage(BatchedStage[DiffusionInput, DiffusionParams]):
             return [self._fail(request_id, error)]
         chunks: list[StageChunk] = []
         if run.at == (0, 0):  # a pipeline that does not say: all of it is one step
-            self._moved += 1
+            self._lane_steps += 1
             run.at = (1, 1)
             chunks.append(self._progress(request_id, request, run.at))
         request.before += run.at[0]
