@@ -274,8 +274,9 @@ class Replicas:
             for worker in workers:
                 if late > self._hang_seconds / 2:
                     worker.heard = now
-                elif now - worker.heard > self._hang_seconds and self._has_work(worker):
-                    self.give_up(worker, f"it has not responded for {self._hang_seconds:g} s")
+                elif (silent := now - worker.heard) > self._hang_seconds / 2 and self._has_work(worker):
+                    if worker.silence.unexplained(worker.heard, silent) > self._hang_seconds:
+                        self.give_up(worker, f"it has not responded for {self._hang_seconds:g} s")
 
     def _restart(self, replica: _Replica) -> None:
         try:
