@@ -194,9 +194,8 @@ async def compare(folder: Path, options: argparse.Namespace) -> int:
         for number in range(1, options.rounds + 1):
             await chaos.run(options.requests, options.faults)
             counts[f"after {number * options.faults} faults"] = await held_when_idle(omni)
-        print(
-            f"{sum(chaos.ends.values())} requests in {time.monotonic() - begin:.0f} s, {options.rounds * options.faults} faults"
-        )
+        faults, seconds = options.rounds * options.faults, time.monotonic() - begin
+        print(f"{sum(chaos.ends.values())} requests in {seconds:.0f} s, {faults} faults")
         for what, count in sorted(chaos.ends.items()):
             print(f"  {count:5} ended {what}")
         if chaos.delays:

@@ -37,7 +37,7 @@ _COMMAND = ("-m", "omnistage.pipeline.rank")
 _NOTICE_SECONDS = 1.0
 """For the end of a rank to be noticed that a step has failed of."""
 HANG_SECONDS = 2.0
-"""Without a sign of life, after which a rank is taken for hung. A rank that waits for another gives them, too: they come
+"""Without a sign of life, after which a rank is taken for hung. One that waits for another gives them, too: they come
 from a thread of their own."""
 
 
