@@ -55,7 +55,7 @@ class Codec(Generic[T]):
 _AS_IT_IS: Codec[Any] = Codec()
 _NONE = type(None)
 _LISTS, _MAPPINGS = frozenset({list}), frozenset({dict})
-_PLAIN = {str: {str}, int: {int, bool}, float: {float, int}, bool: {bool}, _NONE: {_NONE}}
+_PLAIN: dict[type, set[type]] = {str: {str}, int: {int, bool}, float: {float, int}, bool: {bool}, _NONE: {_NONE}}
 
 
 def encode(kind: object, value: object, buffers: Buffers) -> Json:
@@ -95,8 +95,10 @@ def codec_of(kind: Any) -> Codec[Any]:
     origin, args = get_origin(kind), get_args(kind)
     if kind in (Any, object):
         return _AS_IT_IS
-    if kind in _PLAIN or origin is Literal:
-        return _plain_codec(_PLAIN.get(kind) or {type(value) for value in args})
+    if origin is Literal:
+        return _plain_codec({type(value) for value in args})
+    if kind in _PLAIN:
+        return _plain_codec(_PLAIN[kind])
     if kind is bytes:
         return Codec(_add_bytes, lambda index, buffers: bytes(buffers[index]))
     if origin in (Union, types.UnionType):
@@ -186,7 +188,7 @@ def _union_codec(members: Sequence[Any]) -> Codec[Any]:
     if len(rest) > 1 and named:
         if len(named) < len(rest):
             raise InternalError(f"a union of {', '.join(map(str, members))} cannot be sent to another process")
-        return _named_codec(named)
+        return _named_codec(named, optional=_NONE in members)
     codecs = [codec for member in rest if (codec := codec_of(member)).encode is not None]
     plain = frozenset[type]().union(*(codec.plain for member in members if (codec := codec_of(member)).plain))
     if not codecs:
@@ -206,15 +208,15 @@ def _union_codec(members: Sequence[Any]) -> Codec[Any]:
     )
 
 
-def _named_codec(named: Mapping[str, Codec[Any]]) -> Codec[Any]:
+def _named_codec(named: Mapping[str, Codec[Any]], *, optional: bool) -> Codec[Any]:
     def encode_named(value: Any, buffers: Buffers) -> Json:
-        if value is None:
+        if value is None and optional:
             return None
         name = type(value).__name__
         return [name, named[name].encode(value, buffers)]  # type: ignore[misc]
 
     def decode_named(data: Json, buffers: Buffers) -> Any:
-        return None if data is None else named[data[0]].decode(data[1], buffers)  # type: ignore[misc]
+        return None if data is None and optional else named[data[0]].decode(data[1], buffers)  # type: ignore[misc]
 
     return Codec(encode_named, decode_named)
 

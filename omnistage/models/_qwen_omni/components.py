@@ -28,7 +28,7 @@ class OmniThinker(DecoderComponent):
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None, *, emit_size: int) -> None:
         config = model.config.text_config
-        super().__init__(model, model.get_decoder(), model.lm_head, config, position_dims=3, emit_size=emit_size)  # type: ignore[arg-type]
+        super().__init__(model, model.get_decoder(), model.lm_head, config, position_dims=3, emit_size=emit_size)
         self.tokenizer = tokenizer
         self.eos_token_ids = end_token_ids(model.config, config, model.generation_config, tokenizer)
 
