@@ -1,16 +1,20 @@
 """Requests to a model in processes while these are killed, stopped and cut off: what becomes of every one of them.
 
-    python benchmarks/chaos.py [--requests 1000] [--faults 50] [--replicas 2]
+    python benchmarks/chaos.py [--requests 1000] [--faults 50] [--rounds 1] [--replicas 2]
 
 A small random Qwen2.5-Omni; its talker and vocoder run in processes. Every request must end exactly once, soon after
 the fault, with an error that says what happened or with the output that it has alone in one process: the same tokens,
-and samples that differ by rounding only, as they do with the company in a batch. Nothing may be left behind.
+and samples that differ by rounding only, as they do with the company in a batch. Nothing may be left behind: what the
+service holds is counted at the start, after requests without a fault, and after each round of faults, so that what
+grows with the faults can be told from what it takes to serve at all.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
+import gc
 import itertools
 import os
 import random
@@ -18,6 +22,7 @@ import signal
 import socket
 import statistics
 import tempfile
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -63,12 +68,12 @@ class Chaos:
         """Seconds of the restarts alone, from the moment at which a process is to be started again."""
         self.work: list[float] = []
         """Processor seconds that each restarted process had taken when it was ready."""
-        self._over = asyncio.Event()
 
-    async def run(self) -> None:
-        attacker = asyncio.create_task(self._attack())
+    async def run(self, requests: int, faults: int) -> None:
+        """So many of both, and as many more requests as there are until the last fault."""
+        attacker = asyncio.create_task(self._attack(faults))
         numbers = itertools.count()
-        while not (self._over.is_set() and next(numbers) >= self._options.requests):
+        while not (attacker.done() and next(numbers) >= requests):
             async with asyncio.TaskGroup() as group:  # rounds, until there were enough requests and faults
                 for _ in range(self._options.concurrency):
                     group.create_task(self._request(self._chance.choice(_PROMPTS)))
@@ -104,7 +109,7 @@ class Chaos:
         else:
             self.problems.append(f"{type(output.error).__name__}: {output.error}")
 
-    def _time_starts(self) -> None:
+    def time_starts(self) -> None:
         replicas, restart = self._replicas, self._replicas._restart
 
         def timed(replica: Any) -> None:
@@ -116,11 +121,10 @@ class Chaos:
 
         replicas._restart = timed  # type: ignore[method-assign]
 
-    async def _attack(self) -> None:
-        self._time_starts()
+    async def _attack(self, faults: int) -> None:
         while self._options.standby and ((server := self._replicas._fork_server) is None or not server.ready):
             await asyncio.sleep(0.1)
-        for number in range(self._options.faults):
+        for number in range(faults):
             await asyncio.sleep(self._chance.uniform(0.2, 2.0 * self._options.pause))
             replicas = self._omni.replicas()
             target = self._chance.choice(replicas)
@@ -138,7 +142,6 @@ class Chaos:
                 if time.monotonic() - self._fault_at > 120.0:
                     raise RuntimeError(f"a process that was {kind} has not come back")
             self.recoveries.append(time.monotonic() - self._fault_at)
-        self._over.set()
 
 
 def content(output: OmniRequestOutput) -> Content:
@@ -148,7 +151,23 @@ def content(output: OmniRequestOutput) -> Content:
 def held() -> dict[str, int]:
     """What this process has open and takes; the files in memory are among its files."""
     shared = sum(1 for entry in os.scandir("/dev/shm") if entry.stat().st_uid == os.getuid())
-    return {"files": len(os.listdir("/proc/self/fd")), "segments": shared, "MiB": (resident_memory() or 0) >> 20}
+    gc.collect()
+    resident = resident_memory() or 0
+    ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps of freed memory is not held by anyone
+    return {
+        "files": len(os.listdir("/proc/self/fd")),
+        "segments": shared,
+        "threads": threading.active_count(),
+        "objects": len(gc.get_objects()),
+        "MiB": resident >> 20,
+        "MiB in use": (resident_memory() or 0) >> 20,
+    }
+
+
+async def held_when_idle(omni: AsyncOmni) -> dict[str, int]:
+    omni.orchestrator.check_idle()
+    await asyncio.sleep(1.0)
+    return held()
 
 
 async def compare(folder: Path, options: argparse.Namespace) -> int:
@@ -159,17 +178,24 @@ async def compare(folder: Path, options: argparse.Namespace) -> int:
             async for item in omni.generate(prompt, _PARAMS, modalities=["text", "audio"]):
                 if item.final is not None:
                     expected[prompt] = content(item.final)
-    group = ("stages=[talker, token2wav]", f"replicas={options.replicas}", f"max_restarts={options.faults + 5}")
+    group = (
+        "stages=[talker, token2wav]",
+        f"replicas={options.replicas}",
+        f"max_restarts={options.rounds * options.faults + 5}",
+    )
     group += ("standby=true",) if options.standby else ()
     overrides = (*_POOLS, *(f"deployment.placement.voice.{each}" for each in group))
     async with AsyncOmni(folder, overrides=overrides, **arguments) as omni:  # type: ignore[arg-type]
         chaos = Chaos(omni, expected, options)
-        before, begin = held(), time.monotonic()
-        await chaos.run()
-        omni.orchestrator.check_idle()
-        await asyncio.sleep(1.0)
-        after = held()
-        print(f"{sum(chaos.ends.values())} requests in {time.monotonic() - begin:.0f} s, {options.faults} faults")
+        begin, counts = time.monotonic(), {"at the start": held()}
+        chaos.time_starts()
+        await chaos.run(options.warm_up, 0)
+        counts[f"after {sum(chaos.ends.values())} requests"] = await held_when_idle(omni)
+        for number in range(1, options.rounds + 1):
+            await chaos.run(options.requests, options.faults)
+            counts[f"after {number * options.faults} faults"] = await held_when_idle(omni)
+        faults, seconds = options.rounds * options.faults, time.monotonic() - begin
+        print(f"{sum(chaos.ends.values())} requests in {seconds:.0f} s, {faults} faults")
         for what, count in sorted(chaos.ends.items()):
             print(f"  {count:5} ended {what}")
         if chaos.delays:
@@ -181,7 +207,8 @@ async def compare(folder: Path, options: argparse.Namespace) -> int:
         print(f"  from a restart until its process takes requests: {starts}")
         work = f"median {statistics.median(chaos.work):.2f} s, most {max(chaos.work):.2f} s"
         print(f"  processor time of a process until it takes requests: {work}")
-        print(f"  before and after: {before}, {after}")
+        for when, what in counts.items():
+            print(f"  {when}: {', '.join(f'{count} {name}' for name, count in what.items())}")
     for problem, count in Counter(chaos.problems).most_common(10):
         print(f"PROBLEM, {count} times: {problem}")
     return 1 if chaos.problems else 0
@@ -191,6 +218,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--faults", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=1, help="of so many requests and faults each")
+    parser.add_argument("--warm-up", type=int, default=200, help="requests before the first fault")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--standby", action="store_true", help="fork lost processes from one that has imported all")
     parser.add_argument("--pause", type=float, default=0.4, help="mean seconds between two faults, once all are up")

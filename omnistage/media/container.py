@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import av
 from av.audio.stream import AudioStream
@@ -17,6 +18,9 @@ from omnistage.core.errors import MediaError
 # formats that contain their media may be probed.
 _FORMATS = "mov,mp4,m4a,3gp,matroska,webm,ogg,mp3,aac,flac,wav,w64,aiff,au,amr,avi,asf,flv,mpeg,mpegts,mpegvideo,gif"
 
+# Texts in a file that are not UTF-8 must not make it unreadable; from PyAV 19 on they never do.
+_TEXTS: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
+
 
 @contextmanager
 def open_container(data: bytes, kind: str, *, max_frame_pixels: int) -> Iterator[InputContainer]:
@@ -26,7 +30,7 @@ def open_container(data: bytes, kind: str, *, max_frame_pixels: int) -> Iterator
     """
     options = {"format_whitelist": _FORMATS, "protocol_whitelist": "", "max_pixels": str(max_frame_pixels)}
     try:
-        with av.open(io.BytesIO(data), mode="r", options=options, metadata_errors="replace") as container:
+        with av.open(io.BytesIO(data), mode="r", options=options, **_TEXTS) as container:
             yield container
     except MemoryError:  # FFmpeg's own, too: what the file needs is not there
         raise MemoryError from None

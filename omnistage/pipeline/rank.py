@@ -27,7 +27,7 @@ from omnistage.engines.diffusion.step_plan import TransformerCall
 from omnistage.placement.channel import Channel
 from omnistage.placement.messages import Beat, Failed, Message, Ready, Serve, StartRank, Stop
 
-BEAT_SECONDS = 1.0
+BEAT_SECONDS = 0.5
 """Between two signs of life."""
 _FAILED_CODE = 3
 """The exit code of a rank whose step has failed."""

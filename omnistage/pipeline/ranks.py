@@ -36,8 +36,9 @@ from omnistage.placement.worker_process import LocalProcess, Worker
 _COMMAND = ("-m", "omnistage.pipeline.rank")
 _NOTICE_SECONDS = 1.0
 """For the end of a rank to be noticed that a step has failed of."""
-_MAX_MISSED_BEATS = 10
-"""Then a rank is taken for hung. They are counted, since this process may have been stopped itself."""
+HANG_SECONDS = 2.0
+"""Without a sign of life, after which a rank is taken for hung. One that waits for another gives them, too: they come
+from a thread of their own."""
 
 
 RankedConfig = ARStageConfig | DiffusionStageConfig
@@ -197,10 +198,12 @@ class Ranks:
         heard, missed = dict.fromkeys(self._workers, 0.0), dict.fromkeys(self._workers, 0)
         while not self._ended.wait(BEAT_SECONDS):
             for rank, worker in enumerate(self._workers, start=1):
+                # Counted, since this process may have been stopped itself.
                 missed[worker] = missed[worker] + 1 if worker.heard == heard[worker] else 0
                 heard[worker] = worker.heard
-                if missed[worker] >= _MAX_MISSED_BEATS:
-                    self._lose(f"rank {rank} of stage {self._name!r} has given no sign of life for {missed[worker]} s")
+                silent = missed[worker] * BEAT_SECONDS
+                if missed[worker] and worker.silence.unexplained(worker.heard, silent) >= HANG_SECONDS:
+                    self._lose(f"rank {rank} of stage {self._name!r} has given no sign of life for {silent:g} s")
                     worker.kill()
 
     def _rank_ended(self, rank: int, worker: Worker) -> None:

@@ -48,9 +48,14 @@ class Codec(Generic[T]):
     encode: Callable[[T, Buffers], Json] | None = None
     """Puts what is not JSON at the end of the buffers."""
     decode: Callable[[Json, Buffers], T] | None = None
+    plain: frozenset[type] | None = None
+    """What JSON has as it is: the types that it may have."""
 
 
 _AS_IT_IS: Codec[Any] = Codec()
+_NONE = type(None)
+_LISTS, _MAPPINGS = frozenset({list}), frozenset({dict})
+_PLAIN: dict[type, set[type]] = {str: {str}, int: {int, bool}, float: {float, int}, bool: {bool}, _NONE: {_NONE}}
 
 
 def encode(kind: object, value: object, buffers: Buffers) -> Json:
@@ -88,8 +93,12 @@ def codec_of(kind: Any) -> Codec[Any]:
     from PIL.Image import Image
 
     origin, args = get_origin(kind), get_args(kind)
-    if kind in (str, int, float, bool, type(None), Any, object) or origin is Literal:
+    if kind in (Any, object):
         return _AS_IT_IS
+    if origin is Literal:
+        return _plain_codec({type(value) for value in args})
+    if kind in _PLAIN:
+        return _plain_codec(_PLAIN[kind])
     if kind is bytes:
         return Codec(_add_bytes, lambda index, buffers: bytes(buffers[index]))
     if origin in (Union, types.UnionType):
@@ -124,14 +133,35 @@ def codec_of(kind: Any) -> Codec[Any]:
 # ------------------------------------------------------------------------------------------------ containers
 
 
+def _plain_codec(types: Iterable[type]) -> Codec[Any]:
+    plain = frozenset(types)
+
+    def decode_plain(data: Json, _buffers: Buffers) -> Any:
+        if type(data) not in plain:
+            _refuse((data,), plain)
+        return data
+
+    return Codec(None, decode_plain, plain)
+
+
+def _refuse(values: Iterable[object], plain: frozenset[type]) -> None:
+    kinds = " or ".join(sorted(kind.__name__ for kind in plain))
+    others = sorted({type(value).__name__ for value in values if type(value) not in plain})
+    raise InternalError(f"another process has sent {', '.join(others)} in place of {kinds}")
+
+
 def _sequence_codec(kind: type[tuple[Any, ...]] | type[frozenset[Any]], item: Codec[Any]) -> Codec[Any]:
-    encode, decode = item.encode, item.decode
+    encode, decode, plain = item.encode, item.decode, item.plain
 
     def encode_items(values: Any, buffers: Buffers) -> Json:
         return list(values) if encode is None else [encode(value, buffers) for value in values]
 
     def decode_items(data: Json, buffers: Buffers) -> Any:
-        return kind(data if decode is None else (decode(value, buffers) for value in data))
+        if type(data) is not list:
+            _refuse((data,), _LISTS)
+        if plain is not None and not plain.issuperset(map(type, data)):  # at once: prompts are long
+            _refuse(data, plain)
+        return kind(data if decode is None or plain is not None else (decode(value, buffers) for value in data))
 
     return Codec(encode_items, decode_items)
 
@@ -143,6 +173,8 @@ def _mapping_codec(item: Codec[Any]) -> Codec[Any]:
         return dict(values) if encode is None else {key: encode(value, buffers) for key, value in values.items()}
 
     def decode_items(data: Json, buffers: Buffers) -> Any:
+        if type(data) is not dict:
+            _refuse((data,), _MAPPINGS)
         return data if decode is None else {key: decode(value, buffers) for key, value in data.items()}
 
     return Codec(encode_items, decode_items)
@@ -156,10 +188,11 @@ def _union_codec(members: Sequence[Any]) -> Codec[Any]:
     if len(rest) > 1 and named:
         if len(named) < len(rest):
             raise InternalError(f"a union of {', '.join(map(str, members))} cannot be sent to another process")
-        return _named_codec(named)
+        return _named_codec(named, optional=_NONE in members)
     codecs = [codec for member in rest if (codec := codec_of(member)).encode is not None]
+    plain = frozenset[type]().union(*(codec.plain for member in members if (codec := codec_of(member)).plain))
     if not codecs:
-        return _AS_IT_IS
+        return _plain_codec(plain) if Any not in rest and object not in rest else _AS_IT_IS
     (inner,) = codecs
     if len(rest) == 1:
         encode, decode = inner.encode, inner.decode
@@ -168,21 +201,22 @@ def _union_codec(members: Sequence[Any]) -> Codec[Any]:
             lambda data, buffers: None if data is None else decode(data, buffers),  # type: ignore[misc]
         )
     # A tuple, a mapping, or a value that JSON has as it is.
+    others = _plain_codec(plain)
     return Codec(
         lambda value, buffers: inner.encode(value, buffers) if isinstance(value, tuple | Mapping) else value,  # type: ignore[misc]
-        lambda data, buffers: inner.decode(data, buffers) if isinstance(data, list | dict) else data,  # type: ignore[misc]
+        lambda data, buffers: (inner if isinstance(data, list | dict) else others).decode(data, buffers),  # type: ignore[misc]
     )
 
 
-def _named_codec(named: Mapping[str, Codec[Any]]) -> Codec[Any]:
+def _named_codec(named: Mapping[str, Codec[Any]], *, optional: bool) -> Codec[Any]:
     def encode_named(value: Any, buffers: Buffers) -> Json:
-        if value is None:
+        if value is None and optional:
             return None
         name = type(value).__name__
         return [name, named[name].encode(value, buffers)]  # type: ignore[misc]
 
     def decode_named(data: Json, buffers: Buffers) -> Any:
-        return None if data is None else named[data[0]].decode(data[1], buffers)  # type: ignore[misc]
+        return None if data is None and optional else named[data[0]].decode(data[1], buffers)  # type: ignore[misc]
 
     return Codec(encode_named, decode_named)
 

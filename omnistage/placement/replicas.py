@@ -274,8 +274,13 @@ class Replicas:
             for worker in workers:
                 if late > self._hang_seconds / 2:
                     worker.heard = now
-                elif now - worker.heard > self._hang_seconds and self._has_work(worker):
+                elif self._hangs(worker, now - worker.heard):
                     self.give_up(worker, f"it has not responded for {self._hang_seconds:g} s")
+
+    def _hangs(self, worker: Worker, silent: float) -> bool:
+        if silent < self._hang_seconds / 2 or not self._has_work(worker):
+            return False
+        return worker.silence.unexplained(worker.heard, silent) > self._hang_seconds
 
     def _restart(self, replica: _Replica) -> None:
         try:

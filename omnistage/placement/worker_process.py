@@ -20,6 +20,7 @@ from omnistage.placement.channel import Channel
 from omnistage.placement.clock import boot_id
 from omnistage.placement.device_memory import used_devices
 from omnistage.placement.messages import Message, Start, Stop
+from omnistage.placement.silence import Silence
 
 WORKER_MODULE = "omnistage.pipeline.worker"
 START_SECONDS = 1800.0
@@ -87,6 +88,7 @@ class Worker:
         self.host = host
         self.heard = time.monotonic()
         """When its last message came."""
+        self.silence = Silence(host.pid if host.socket.family == getattr(socket, "AF_UNIX", None) else None)
         self.lost = False
         self.load = 0
         """Requests that it has."""

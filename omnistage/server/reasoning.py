@@ -23,9 +23,9 @@ ParamT = TypeVar("ParamT")
 
 
 def plan_thinking(
-    thinking: Thinking | None, prompt: Prompt, params: ParamsLike, options: RequestOptions
+    thinking: Thinking | None, prompt: Prompt, params: ParamsLike, options: RequestOptions, *, speaks: bool = True
 ) -> tuple[ParamsLike, ThinkBlock | None]:
-    """The request's parameters, and the block in its answers if they may have one.
+    """The request's parameters, and the block in its answers if they may have one; `speaks`: the model has speech.
 
     Raises `InvalidRequestError` where a request asks for what the model does not do.
     """
@@ -38,7 +38,7 @@ def plan_thinking(
         return params, None
     if options.thinking is False and block.opened:
         raise InvalidRequestError("this model always thinks; leave it out", param="thinking")
-    if Modality.AUDIO in (options.modalities or ()):
+    if speaks and Modality.AUDIO in (options.modalities or ()):
         if block.opened or options.thinking:
             raise InvalidRequestError(
                 "reasoning would be spoken; turn thinking off, or leave audio out of modalities", param="thinking"

@@ -25,6 +25,7 @@ from omnistage.core.errors import (
 )
 from omnistage.core.family import Thinking
 from omnistage.core.params import DiffusionParams, SamplingParams, StageParams
+from omnistage.core.types import Modality
 from omnistage.core.validation import short_repr
 from omnistage.media.context import decode_for
 from omnistage.omni import AsyncOmni
@@ -268,7 +269,8 @@ class Service:
         answers, param = prompts * model.answers(params), "prompts" if prompts > 1 else "n"
         with self._admitted(holder, model, preparation, answers, rename, param) as record:
             params = plan_adapters(model, holder, params)
-            params, think_block = plan_thinking(model.thinking, prompt, params, options)
+            speaks = Modality.AUDIO in model.omni.modalities
+            params, think_block = plan_thinking(model.thinking, prompt, params, options, speaks=speaks)
             request_id = checked_request_id(request_id)
             _remember(self._holders, request_id, holder.name)
             with (

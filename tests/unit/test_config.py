@@ -470,7 +470,7 @@ def test_a_folder_that_is_no_model(tmp_path, registry):
 @pytest.mark.parametrize(
     ("content", "fix"),
     [
-        (b'{"a": 1,\n}', r"config\.json:2: not valid JSON"),
+        (b'{"a": 1,\n"b" 2}', r"config\.json:2: not valid JSON"),
         (b"\xff", "not valid JSON text"),
         (b"[" * 100_000, "not valid JSON"),
         (b"[1]", "holds a list, not an object"),

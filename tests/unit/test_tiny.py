@@ -20,7 +20,7 @@ from omnistage import compat
 from omnistage.core.errors import CheckpointError, ConfigError, MissingDependencyError
 from omnistage.models import _tiny_common as common
 from omnistage.models._qwen_omni.expansion import video_options
-from omnistage.models._qwen_omni.tiny import write_processor
+from omnistage.models._qwen_omni.tiny import hub_name, write_processor
 from omnistage.models.causal_lm import tiny as causal_lm
 from omnistage.models.qwen2_5_omni import tiny as omni
 
@@ -84,7 +84,7 @@ def media() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def test_stock_transformers_loads_every_tensor_as_stored(folder: Path, model: Any) -> None:
     stored = stored_tensors(folder)
-    loaded = {omni.hub_name(name): tensor for name, tensor in model.state_dict().items()}
+    loaded = {hub_name(name): tensor for name, tensor in model.state_dict().items()}
 
     assert stored.keys() == loaded.keys()
     assert all(torch.equal(stored[name], loaded[name]) for name in stored)
@@ -259,7 +259,7 @@ def test_a_model_built_without_files_gets_the_same_weights(folder: Path) -> None
     omni.initialise(built)
     stored = stored_tensors(folder)
 
-    assert all(torch.equal(stored[omni.hub_name(name)], tensor) for name, tensor in built.state_dict().items())
+    assert all(torch.equal(stored[hub_name(name)], tensor) for name, tensor in built.state_dict().items())
 
 
 def test_full_scale_has_the_true_numbers() -> None:

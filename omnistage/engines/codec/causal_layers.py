@@ -174,6 +174,17 @@ def wrapped_convolutions(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Modu
             yield module, conv
 
 
+def upsampling(modules: Iterable[nn.Module]) -> tuple[int, int]:
+    """Samples of a column, and by how many those of a decoder come behind it whose transposed convolutions each drop
+    `kernel - stride` columns on both sides."""
+    scale, delay = 1, 0
+    for _, conv in wrapped_convolutions(modules):
+        if isinstance(conv, nn.ConvTranspose1d):
+            stride = conv.stride[0]
+            scale, delay = scale * stride, delay * stride + conv.kernel_size[0] - stride
+    return scale, delay
+
+
 def streamed_convolutions(
     modules: Iterable[nn.Module], contexts: Contexts, *, waits: bool
 ) -> dict[nn.Module, nn.Module]:

@@ -71,14 +71,15 @@ class QwenOmniProcessor(ChatProcessor, ABC):
         thinker: PreTrainedConfig,
         voices: Sequence[str],
         *,
-        placeholders: Mapping[Modality, int],
+        placeholders: tuple[int, int, int],
         position_id_per_seconds: float,
         seconds_per_chunk: float,
     ) -> None:
-        """`placeholders` are the token ids that media stand for; the rest is how sound and pictures are interleaved."""
+        """`placeholders` are the token ids of images, audio and videos; the rest is how sound and pictures are
+        interleaved."""
         self._processor = processor
         self._text_config = thinker.text_config
-        self._placeholders = placeholders
+        self._placeholders = dict(zip((Modality.IMAGE, Modality.AUDIO, Modality.VIDEO), placeholders, strict=True))
         self._interleaving = {
             "position_id_per_seconds": position_id_per_seconds,
             "seconds_per_chunk": seconds_per_chunk,

@@ -1,18 +1,66 @@
-"""What the stock processors make of our chats."""
+"""What stock `transformers` makes of our chats."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+import torch
 
 from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, TextPart, VideoPart
+from omnistage.core.types import Code
 from omnistage.models._qwen_omni.expansion import video_options
+from omnistage.models._qwen_omni.processor import load_processor
+from omnistage.models._qwen_omni.verify import ReferenceOutput
 
 if TYPE_CHECKING:
     from PIL import Image
     from transformers import BatchFeature, ProcessorMixin
+
+
+class OmniReference:
+    """A stock model and its processor. Used by `verify`, tests and benchmarks."""
+
+    model: Any
+    silent: ClassVar[list[list[Code]]]
+    """The codes that the vocoder has got where `generate` fails on speech without a code."""
+
+    def __init__(self, folder: Path, processor: str) -> None:
+        self.processor = load_processor(processor, folder)
+
+    def inputs(self, messages: Sequence[ChatMessage]) -> tuple[BatchFeature, bool]:
+        """The stock processor's tensors for a chat, and whether videos bring their sound."""
+        return stock_inputs(self.processor, messages)
+
+    def spoken(
+        self,
+        codec: torch.nn.Module,
+        read_codes: Callable[[torch.Tensor], list[Code]],
+        generate: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+        written: Callable[[], ReferenceOutput],
+        length: int,
+    ) -> ReferenceOutput:
+        """What `generate` says after a prompt of that length, with the codes that reach the vocoder; `written` is its
+        answer in text alone."""
+        codes: list[list[Code]] = []
+
+        def note_codes(_module: object, args: tuple[Any, ...], _kwargs: object) -> None:
+            codes.append(read_codes(args[0][0]))
+
+        handle = codec.register_forward_pre_hook(note_codes, with_kwargs=True)
+        try:
+            sequences, wave = generate()
+        except (RuntimeError, ValueError):
+            # It fails on a reply of a single token, for which the talker has no row, and on speech without a code.
+            answer = written()
+            if len(answer.token_ids) != 1 and codes != self.silent:
+                raise
+            return answer
+        finally:
+            handle.remove()
+        return ReferenceOutput(sequences[0, length:].tolist(), codes[0], wave.reshape(-1).float().numpy())
 
 
 def stock_inputs(processor: ProcessorMixin, messages: Sequence[ChatMessage]) -> tuple[BatchFeature, bool]:

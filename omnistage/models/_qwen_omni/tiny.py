@@ -1,16 +1,53 @@
-"""What the random checkpoints of the Qwen-Omni families share: the chat template and the processor's files."""
+"""What the random checkpoints of the Qwen-Omni families share: the chat template, the files, the audio tower."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import torch
+
 from omnistage.models import _tiny_common as common
+from omnistage.models._tiny_common import between
 
 _THINK = (
     "{%- if enable_thinking is defined and not enable_thinking -%}{{- '<think>\\n\\n</think>\\n\\n' -}}"
     "{%- else -%}{{- '<think>\\n' -}}{%- endif -%}"
 )
+
+
+def token_attributes(image: str, audio: str, video: str, *spans: str) -> dict[str, str]:
+    """Tokens by the names that processors have for them; `spans` begin and end what is seen, then what is heard."""
+    names = ("vision_bos_token", "vision_eos_token", "audio_bos_token", "audio_eos_token")
+    return {"image_token": image, "audio_token": audio, "video_token": video, **dict(zip(names, spans, strict=True))}
+
+
+def audio_config(scale: float, output_dim: int, **sizes: int) -> dict[str, object]:
+    heads = between(scale, (4, 20), 4)
+    return {
+        "num_mel_bins": 128,
+        "encoder_layers": between(scale, (2, 32)),
+        "encoder_attention_heads": heads,
+        "encoder_ffn_dim": between(scale, (128, 5120), 32),
+        "d_model": heads * between(scale, (16, 64), 8),
+        "max_source_positions": 1500,
+        "output_dim": output_dim,
+        **sizes,
+    }
+
+
+def hub_name(name: str) -> str:
+    """A tensor's name in the published checkpoint, from its name in transformers (which has moved some of them)."""
+    inside = name.removeprefix("thinker.model.")
+    for new, old in (("language_model.", "model."), ("visual.", "visual."), ("audio_tower.", "audio_tower.")):
+        if inside is not name and inside.startswith(new):
+            return f"thinker.{old}{inside.removeprefix(new)}"
+    return name
+
+
+def stored_dtype(codec: str, scale: float, name: str) -> torch.dtype:
+    """Of a tensor; those of the vocoder, which begin with `codec`, are stored in float32."""
+    return torch.float32 if name.startswith(codec) else common.stored_dtype(scale)
 
 
 def chat_template(tokens: Mapping[str, str], system: str | None = None, *, thinks: bool = False) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +11,7 @@ from PIL import Image
 from omnistage.core.clips import AudioClip, VideoClip
 from omnistage.core.family import BridgeResult
 from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, Part, TextPart, VideoPart
-from omnistage.core.params import StageParams
+from omnistage.core.params import CodecParams, SamplingParams, StageParams
 from omnistage.core.types import Code, CodecFrames, CodecInput, RequestInfo, StageChunk
 from omnistage.core.verification import ModelRunner, Progress, VerifyRow, check_cases, count_differences
 from omnistage.models._qwen_omni.bridges import talker2codec
@@ -87,10 +87,19 @@ def run_cases(
     return rows
 
 
+def greedy(case: Case, codec: str | None, seed: int | None = None) -> dict[str, StageParams]:
+    """Parameters of all stages; `codec` is the one that makes sound of codes, None: there is none."""
+    thinker = SamplingParams(temperature=0.0, max_tokens=case.max_tokens)
+    if codec is None:
+        return {"thinker": thinker}
+    talker = SamplingParams(temperature=0.0, max_tokens=case.max_codes, repetition_penalty=1.05)
+    return {"thinker": thinker, "talker": talker, codec: CodecParams(streaming=False, seed=seed)}
+
+
 def run_pipeline(
-    runner: ModelRunner, cases: Sequence[Case], codec: str | None, params: Callable[[Case], Mapping[str, StageParams]]
+    runner: ModelRunner, cases: Sequence[Case], codec: str | None, seed: int | None = None
 ) -> list[Answer]:
-    """Answers of all cases in one batch, with the codes that reach the stage `codec`; None: there is no such stage."""
+    """Greedy answers of all cases in one batch, with the codes that reach the stage `codec`."""
     codes: dict[str, list[Code]] = {}
 
     def note_codes(request: RequestInfo, state: object, chunk: StageChunk) -> BridgeResult:
@@ -100,7 +109,7 @@ def run_pipeline(
                 codes.setdefault(request.request_id, []).extend(value.codes)
         return state, inputs
 
-    chats, own = [case.as_sent() for case in cases], [params(case) for case in cases]
+    chats, own = [case.as_sent() for case in cases], [greedy(case, codec, seed) for case in cases]
     outputs = runner.chat(chats, own, bridges={} if codec is None else {codec: note_codes})
     silence = np.zeros(0, dtype=np.float32)
     return [

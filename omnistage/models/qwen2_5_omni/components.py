@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from omnistage.core.errors import InvalidRequestError, StageError
-from omnistage.core.types import ARInput, MediaSpan, Modality, RequestInfo
+from omnistage.core.errors import InvalidRequestError
+from omnistage.core.types import ARInput, RequestInfo
 from omnistage.engines.ar.attention import PagedContext
-from omnistage.models._qwen_omni.positions import vision_bytes, with_positions
+from omnistage.models._qwen_omni.components import OmniThinker, voice_of
+from omnistage.models._qwen_omni.positions import with_positions
 from omnistage.models.decoder import DecoderComponent
-from omnistage.models.loading import end_token_ids
 from omnistage.models.qwen2_5_omni.voices import Speakers, first_voice
 
 if TYPE_CHECKING:
@@ -25,40 +25,24 @@ if TYPE_CHECKING:
     )
 
 
-class Thinker(DecoderComponent):
-    """The language model with its vision and audio towers. Emits embedding plus final hidden state, for the talker."""
+class Thinker(OmniThinker):
+    """Emits embedding plus final hidden state, for the talker."""
 
     def __init__(
         self,
         model: Qwen2_5OmniThinkerForConditionalGeneration,
         tokenizer: PreTrainedTokenizerFast | None = None,
     ) -> None:
-        config = model.config.text_config
-        size = int(config.hidden_size)
-        super().__init__(model, model.get_decoder(), model.lm_head, config, position_dims=3, emit_size=size)
-        self.tokenizer = tokenizer
-        self.eos_token_ids = end_token_ids(model.config, config, model.generation_config, tokenizer)
-
-    def prepare(self, info: RequestInfo, payload: ARInput) -> ARInput:
-        del info
-        return with_positions(self.model, payload, payload.token_ids)
-
-    def media_bytes(self, tokens: int) -> int:
-        return vision_bytes(self.model.config.vision_config, self.dtype, tokens)
+        super().__init__(model, tokenizer, emit_size=int(model.config.text_config.hidden_size))
 
     def emit(self, embeds: torch.Tensor, hidden: torch.Tensor, media: torch.Tensor) -> torch.Tensor:
         # Media reach the talker through the hidden state only: their embeddings count as zero.
         return embeds.masked_fill(media, 0.0) + hidden
 
-    def encode(self, span: MediaSpan) -> torch.Tensor:
-        inputs = {name: value.to(self.device) for name, value in span.inputs.items()}
-        if span.kind in (Modality.IMAGE, Modality.VIDEO):
-            visual = self.model.get_image_features if span.kind is Modality.IMAGE else self.model.get_video_features
-            return torch.cat(tuple(visual(**inputs, return_dict=True).pooler_output))
-        if span.kind is Modality.AUDIO:
-            inputs["input_features"] = inputs["input_features"].to(self.dtype)
-            return self.model.get_audio_features(**inputs, return_dict=True).last_hidden_state  # type: ignore[no-any-return]
-        raise StageError(f"Qwen2.5-Omni has no encoder for {span.kind}")
+    def audio_rows(self, rows: int, input_features: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+        del rows
+        out = self.model.get_audio_features(input_features.to(self.dtype), **inputs, return_dict=True)
+        return out.last_hidden_state  # type: ignore[no-any-return]
 
 
 class Talker(DecoderComponent):
@@ -110,10 +94,7 @@ class Talker(DecoderComponent):
         return codes
 
     def _speaker(self, info: RequestInfo) -> Mapping[str, torch.Tensor | int]:
-        name = info.voice or first_voice(self._speakers)
-        if name not in self._speakers:
-            raise InvalidRequestError(f"unknown voice {name!r}; known: {', '.join(self._speakers)}", param="voice")
-        return self._speakers[name]
+        return voice_of(self._speakers, info.voice or first_voice(self._speakers))
 
     def forward(self, embeds: torch.Tensor, positions: torch.Tensor, paged: PagedContext) -> torch.Tensor:
         return super().forward(self.model.thinker_to_talker_proj(embeds), positions, paged)

@@ -12,17 +12,16 @@ from omnistage.config import CodecBudget, CodecStageConfig
 from omnistage.core.errors import CheckpointError
 from omnistage.core.family import LoadContext
 from omnistage.hf import transformers
+from omnistage.models._qwen_omni.components import embedding_rows
 from omnistage.models._qwen_omni.config import read_sections
 from omnistage.models.causal_lm.processor import load_tokenizer
-from omnistage.models.loading import Checkpoint, load_model, read_generation_config, read_weights
+from omnistage.models.loading import load_model, read_generation_config, read_weights
 from omnistage.models.qwen2_5_omni.components import Talker, Thinker
 from omnistage.models.qwen2_5_omni.token2wav import Precision, Token2Wav
 from omnistage.models.qwen2_5_omni.voices import Speakers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, Qwen2_5OmniConfig
-
-_EMBEDDINGS = ("thinker.model.embed_tokens.weight", "thinker.model.language_model.embed_tokens.weight")
 
 
 def read_config(folder: Path, *, speaks: bool | None = None) -> Qwen2_5OmniConfig:
@@ -124,11 +123,9 @@ def load_talker(context: LoadContext) -> Talker:
     num_codes = int(whole.token2wav_config.dit_config.num_embeds)
     if context.device.type == "meta":
         return Talker(model, speakers, {}, num_codes)
-    token_ids = sorted(
-        {int(s["bos_token"]) for s in speakers.values()} | {config.tts_text_end_token_id, config.tts_text_pad_token_id}
-    )
-    rows = dict(zip(token_ids, Checkpoint(folder).rows(_EMBEDDINGS, token_ids), strict=True))
-    return Talker(model, speakers, rows, num_codes)
+    token_ids = {int(s["bos_token"]) for s in speakers.values()}
+    token_ids |= {config.tts_text_end_token_id, config.tts_text_pad_token_id}
+    return Talker(model, speakers, embedding_rows(folder, token_ids), num_codes)
 
 
 def load_token2wav(context: LoadContext) -> Token2Wav:

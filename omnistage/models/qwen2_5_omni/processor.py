@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from omnistage.core.types import Modality
 from omnistage.models._qwen_omni.processor import QwenOmniProcessor, load_processor
 from omnistage.models.qwen2_5_omni.load import read_config, read_speakers
 
@@ -22,11 +21,7 @@ class Qwen25OmniProcessor(QwenOmniProcessor):
             load_processor("Qwen2_5OmniProcessor", folder),
             thinker,
             tuple(read_speakers(folder, config)) if config.enable_audio_output else (),
-            placeholders={
-                Modality.IMAGE: thinker.image_token_index,
-                Modality.AUDIO: thinker.audio_token_index,
-                Modality.VIDEO: thinker.video_token_index,
-            },
+            placeholders=(thinker.image_token_index, thinker.audio_token_index, thinker.video_token_index),
             position_id_per_seconds=thinker.position_id_per_seconds,
             seconds_per_chunk=thinker.seconds_per_chunk,
         )

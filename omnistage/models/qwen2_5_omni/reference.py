@@ -4,39 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
 
-from omnistage.compat import prepare_torchvision
 from omnistage.core.messages import ChatMessage
+from omnistage.core.types import Code
 from omnistage.hf import transformers
-from omnistage.models._qwen_omni.reference import stock_inputs
+from omnistage.models._qwen_omni.reference import OmniReference
 from omnistage.models._qwen_omni.verify import ReferenceOutput
-
-if TYPE_CHECKING:
-    from transformers import BatchFeature
 
 Noise = Callable[[int], torch.Tensor]
 """Initial noise `[1, frames, mel]` of token2wav by its number of mel frames."""
 
 
-class Reference:
+class Reference(OmniReference):
     """`Qwen2_5OmniForConditionalGeneration.generate`, greedy, one chat at a time."""
 
+    silent: ClassVar[list[list[Code]]] = [[]]
+
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-        prepare_torchvision()
+        super().__init__(folder, "Qwen2_5OmniProcessor")
         self.model = transformers.Qwen2_5OmniForConditionalGeneration.from_pretrained(
             folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
         ).eval()
         self.model.talker.register_forward_pre_hook(_keep_mask, with_kwargs=True)
-        self.processor = transformers.Qwen2_5OmniProcessor.from_pretrained(folder, local_files_only=True)
-
-    def inputs(self, messages: Sequence[ChatMessage]) -> tuple[BatchFeature, bool]:
-        """The stock processor's tensors for a chat, and whether videos bring their sound."""
-        return stock_inputs(self.processor, messages)
 
     @torch.inference_mode()
     def run(
@@ -61,31 +56,16 @@ class Reference:
         if not max_codes:
             out = self.model.generate(**inputs, **options, generation_mode="text")
             return ReferenceOutput(out[0, length:].tolist())
-        codes_of_calls: list[list[int]] = []
+        options |= {"talker_max_new_tokens": max_codes, "talker_do_sample": False}
+        if voice:
+            options["speaker"] = voice
 
-        def note_codes(_module: object, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-            codes_of_calls.append(args[0][0].tolist())
-
-        handle = self.model.token2wav.register_forward_pre_hook(note_codes, with_kwargs=True)
-        try:
+        def generate() -> tuple[torch.Tensor, torch.Tensor]:
             with fixed_noise(noise):
-                sequences, wave = self.model.generate(
-                    **inputs,
-                    **options,
-                    **({"speaker": voice} if voice else {}),
-                    talker_max_new_tokens=max_codes,
-                    talker_do_sample=False,
-                )
-        except (RuntimeError, ValueError):
-            # It fails on a reply of a single token, for which the talker has no row, and on an empty list of codes.
-            answer = self.run(messages, max_tokens=max_tokens)
-            if len(answer.token_ids) != 1 and codes_of_calls != [[]]:
-                raise
-            return answer
-        finally:
-            handle.remove()
-        [codes] = codes_of_calls
-        return ReferenceOutput(sequences[0, length:].tolist(), codes, wave.reshape(-1).float().numpy())
+                return self.model.generate(**inputs, **options)  # type: ignore[no-any-return]
+
+        written = partial(self.run, messages, max_tokens=max_tokens)
+        return self.spoken(self.model.token2wav, lambda codes: codes.tolist(), generate, written, length)
 
 
 def _keep_mask(

@@ -7,6 +7,7 @@ this one loads that one. `scale` 0 is a toy of a few million parameters, 1 the t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from omnistage.compat import prepare_torchvision
 from omnistage.core.errors import ConfigError
 from omnistage.core.verification import Progress
 from omnistage.models import _tiny_common as common
-from omnistage.models._qwen_omni.tiny import chat_template, write_processor
+from omnistage.models._qwen_omni import tiny as omni
 from omnistage.models._tiny_common import Init, between
 
 if TYPE_CHECKING:
@@ -37,17 +38,10 @@ SPECIAL_TOKENS = (
 _TEXT_PAD, _TEXT_START, _TEXT_END = 151859, 151860, 151861
 _SPEAKERS = {"Ethan": 151870, "Chelsie": 151872}
 
-TOKEN_ATTRIBUTES = {
-    "image_token": "<|IMAGE|>",
-    "audio_token": "<|AUDIO|>",
-    "video_token": "<|VIDEO|>",
-    "vision_bos_token": "<|vision_bos|>",
-    "vision_eos_token": "<|vision_eos|>",
-    "audio_bos_token": "<|audio_bos|>",
-    "audio_eos_token": "<|audio_eos|>",
-}
-
-CHAT_TEMPLATE = chat_template(TOKEN_ATTRIBUTES, system="You are a helpful assistant.")
+TOKEN_ATTRIBUTES = omni.token_attributes(
+    *("<|IMAGE|>", "<|AUDIO|>", "<|VIDEO|>", "<|vision_bos|>", "<|vision_eos|>", "<|audio_bos|>", "<|audio_eos|>")
+)
+CHAT_TEMPLATE = omni.chat_template(TOKEN_ATTRIBUTES, system="You are a helpful assistant.")
 
 
 def token_id(real_id: int, vocab_size: int) -> int:
@@ -98,7 +92,7 @@ def config_for(scale: float, vocab_size: int | None = None) -> Qwen2_5OmniConfig
         "tie_word_embeddings": False,
         "text_config": _text_config(scale, vocab_size, heads, head_dim),
         "vision_config": common.qwen_vision_config(scale, heads * head_dim, heads=4, width=96),
-        "audio_config": _audio_config(scale, heads * head_dim),
+        "audio_config": omni.audio_config(scale, heads * head_dim, n_window=100),
         "dtype": dtype,
     }
     return Qwen2_5OmniConfig(
@@ -123,20 +117,6 @@ def _text_config(scale: float, vocab_size: int, heads: int, head_dim: int) -> di
         "rope_parameters": common.mrope(head_dim),
         "tie_word_embeddings": False,
         "use_sliding_window": False,
-    }
-
-
-def _audio_config(scale: float, output_dim: int) -> dict[str, object]:
-    heads, head_dim = between(scale, (4, 20), 4), between(scale, (16, 64), 8)
-    return {
-        "num_mel_bins": 128,
-        "encoder_layers": between(scale, (2, 32)),
-        "encoder_attention_heads": heads,
-        "encoder_ffn_dim": between(scale, (128, 5120), 32),
-        "d_model": heads * head_dim,
-        "max_source_positions": 1500,
-        "n_window": 100,
-        "output_dim": output_dim,
     }
 
 
@@ -199,18 +179,6 @@ def _bigvgan_config(scale: float) -> dict[str, object]:
     }
 
 
-def hub_name(name: str) -> str:
-    """A tensor's name in the published checkpoint, from its name in transformers (which has moved some of them)."""
-    for new, old in (
-        ("thinker.model.language_model.", "thinker.model."),
-        ("thinker.model.visual.", "thinker.visual."),
-        ("thinker.model.audio_tower.", "thinker.audio_tower."),
-    ):
-        if name.startswith(new):
-            return old + name.removeprefix(new)
-    return name
-
-
 def weight_rule(config: Qwen2_5OmniConfig) -> common.Rule:
     """Weights for varied greedy answers of tokens that exist, and a sound that is not clipped."""
     eos = config.thinker_config.eos_token_id
@@ -259,7 +227,7 @@ def initialise(model: Qwen2_5OmniForConditionalGeneration, *, seed: int = 0) -> 
     rule = weight_rule(model.config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(common.initial(hub_name(name), parameter.shape, rule, seed, parameter.device))
+            parameter.copy_(common.initial(omni.hub_name(name), parameter.shape, rule, seed, parameter.device))
 
 
 def speakers(vocab_size: int, seed: int = 0) -> dict[str, dict[str, int | torch.Tensor]]:
@@ -287,18 +255,14 @@ def write(folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress
     full_size = scale == 1.0
     images = common.qwen_image_processor("Qwen2_5OmniProcessor", 12845056 if full_size else 64 * 28 * 28)
     seconds = 300 if full_size else 30
-    write_processor(folder, "Qwen2_5OmniProcessor", ids, TOKEN_ATTRIBUTES, CHAT_TEMPLATE, images, seconds=seconds)
+    omni.write_processor(folder, "Qwen2_5OmniProcessor", ids, TOKEN_ATTRIBUTES, CHAT_TEMPLATE, images, seconds=seconds)
     with torch.device("meta"):
         tensors = Qwen2_5OmniForConditionalGeneration(config).state_dict()
-    stored = common.stored_dtype(scale)
-    common.write_weights(
-        folder,
-        {hub_name(name): tensor for name, tensor in tensors.items()},
-        weight_rule(config),
-        lambda name: torch.float32 if name.startswith("token2wav.") else stored,
-        seed,
-        progress,
-    )
     torch.save(speakers(vocab_size, seed), folder / "spk_dict.pt")
+    tensors, dtype = (
+        {omni.hub_name(name): tensor for name, tensor in tensors.items()},
+        partial(omni.stored_dtype, "token2wav.", scale),
+    )
+    common.write_weights(folder, tensors, weight_rule(config), dtype, seed, progress)
     common.write_generation_config(folder, ids)
     config.save_pretrained(folder)  # last: a folder without it is no checkpoint

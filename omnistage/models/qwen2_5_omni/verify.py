@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from omnistage.core.errors import CheckpointError
-from omnistage.core.params import CodecParams, SamplingParams, StageParams
 from omnistage.core.verification import ModelRunner, Progress, VerifyRow
 from omnistage.engines.codec.stage import CodecStage
 from omnistage.models._qwen_omni.verify import Answer, Case, ReferenceOutput, run_cases, run_pipeline
@@ -39,16 +38,7 @@ def run_reference(reference: Reference, case: Case, noise: Callable[[int], torch
 
 def run_ours(runner: ModelRunner, cases: Sequence[Case]) -> tuple[list[Answer], Callable[[int], torch.Tensor]]:
     """Greedy answers of all cases in one batch, and the initial noise of their speech."""
-
-    def params(case: Case) -> Mapping[str, StageParams]:
-        return {
-            "thinker": SamplingParams(temperature=0.0, max_tokens=case.max_tokens),
-            "talker": SamplingParams(temperature=0.0, max_tokens=case.max_codes, repetition_penalty=1.05),
-            "token2wav": CodecParams(streaming=False, seed=_SEED),
-        }
-
-    answers = run_pipeline(runner, cases, "token2wav", params)
-    return answers, _noise_of(runner.stages["token2wav"])
+    return run_pipeline(runner, cases, "token2wav", _SEED), _noise_of(runner.stages["token2wav"])
 
 
 def _noise_of(stage: object) -> Callable[[int], torch.Tensor]:

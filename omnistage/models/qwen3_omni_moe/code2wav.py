@@ -20,7 +20,7 @@ from omnistage.engines.codec.causal_layers import (
     Contexts,
     StreamedTransformer,
     streamed_convolutions,
-    wrapped_convolutions,
+    upsampling,
 )
 from omnistage.engines.codec.component import CodecLayout
 from omnistage.engines.codec.kernels import Kernels, use_triton
@@ -57,11 +57,7 @@ class Code2Wav(CausalDecoder):
         fused = use_triton(kernels, target if planned and target is not None else at, planned=planned)
         model.to(at).eval()
         config, contexts = model.config, Contexts()
-        scale, delay = 1, 0
-        for _, conv in wrapped_convolutions(model.modules()):
-            if isinstance(conv, nn.ConvTranspose1d):  # each drops `kernel - stride` columns on both sides
-                stride = conv.stride[0]
-                scale, delay = scale * stride, delay * stride + conv.kernel_size[0] - stride
+        scale, delay = upsampling(model.modules())
         layout = CodecLayout(
             block_codes=1,
             codebook_size=positive(config, "codebook_size"),

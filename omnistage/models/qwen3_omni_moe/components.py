@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from omnistage.core.errors import CheckpointError, InvalidRequestError, StageError
-from omnistage.core.types import ARInput, MediaSpan, Modality, RequestInfo
+from omnistage.core.errors import CheckpointError, InvalidRequestError
+from omnistage.core.types import ARInput, RequestInfo
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import Choose, ResidualCodes
 from omnistage.engines.ar.depth_decoder import DepthDecoder, PlainDecoder, predict_codes
 from omnistage.engines.streams import upload
-from omnistage.models._qwen_omni.positions import vision_bytes, with_positions
+from omnistage.models._qwen_omni.components import OmniThinker, voice_of
+from omnistage.models._qwen_omni.positions import with_positions
 from omnistage.models.decoder import DecoderComponent
-from omnistage.models.loading import end_token_ids
 
 if TYPE_CHECKING:
     from transformers import (
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         Qwen3OmniMoeTalkerForConditionalGeneration,
         Qwen3OmniMoeThinkerForConditionalGeneration,
     )
+    from transformers.modeling_outputs import ModelOutput
 
 _DEFAULT_VOICE = "Ethan"
 _HEADER = 3
@@ -39,12 +40,9 @@ _PIECE_WINDOWS = 8
 _RESIDUAL_TOP_K, _RESIDUAL_TOP_P, _RESIDUAL_TEMPERATURE = 50, 0.8, 1.0
 
 
-class Thinker(DecoderComponent):
-    """The language model with its vision and audio towers.
-
-    For the talker it emits a token's embedding, and for media the hidden state that comes out of layer `accept_layer`;
-    None: there is no talker. Pictures also feed the first layers, with features of several levels of the tower.
-    """
+class Thinker(OmniThinker):
+    """Emits a token's embedding for the talker, and for media the hidden state out of layer `accept_layer`; None: there
+    is no talker. Pictures also feed the first layers, with features of several levels of the tower."""
 
     def __init__(
         self,
@@ -52,14 +50,10 @@ class Thinker(DecoderComponent):
         accept_layer: int | None = None,
         tokenizer: PreTrainedTokenizerFast | None = None,
     ) -> None:
-        config = model.config.text_config
-        size = int(config.hidden_size)
-        emit = 0 if accept_layer is None else size
-        super().__init__(model, model.get_decoder(), model.lm_head, config, position_dims=3, emit_size=emit)
+        size = int(model.config.text_config.hidden_size)
+        super().__init__(model, tokenizer, emit_size=0 if accept_layer is None else size)
         levels = len(model.config.vision_config.deepstack_visual_indexes)
         self.spec = replace(self.spec, fractional_positions=True, deep_size=levels * size)
-        self.tokenizer = tokenizer
-        self.eos_token_ids = end_token_ids(model.config, config, model.generation_config, tokenizer)
         self._tapped: torch.Tensor | None = None
         self._accepted: torch.Tensor | None = None
         if accept_layer is not None and 0 < accept_layer < self.spec.num_layers:
@@ -68,10 +62,6 @@ class Thinker(DecoderComponent):
     def _tap(self, _layer: object, _args: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
         self._tapped = output if isinstance(output, torch.Tensor) else output[0]
 
-    def prepare(self, info: RequestInfo, payload: ARInput) -> ARInput:
-        del info
-        return with_positions(self.model, payload, payload.token_ids)
-
     def media_bytes(self, tokens: int) -> int:
         audio = self.model.config.audio_config
         # A chunk of twice `n_window` frames makes 13 rows.
@@ -79,7 +69,7 @@ class Thinker(DecoderComponent):
         # The first convolution halves both sides of the spectrogram; its activation is a copy.
         channels, bins = int(audio.downsample_hidden_size), int(audio.num_mel_bins) // 2
         convolved = frames // 2 * bins * channels * 2 * self.dtype.itemsize
-        return max(vision_bytes(self.model.config.vision_config, self.dtype, tokens), convolved)
+        return max(super().media_bytes(tokens), convolved)
 
     def forward_media(
         self,
@@ -106,25 +96,13 @@ class Thinker(DecoderComponent):
         accepted, self._accepted = self._accepted, None
         return embeds if accepted is None else torch.where(media, accepted, embeds)
 
-    def encode(self, span: MediaSpan) -> torch.Tensor:
-        inputs = {name: value.to(self.device) for name, value in span.inputs.items()}
-        if span.kind in (Modality.IMAGE, Modality.VIDEO):
-            visual = self.model.get_image_features if span.kind is Modality.IMAGE else self.model.get_video_features
-            out = visual(**inputs, return_dict=True)
-            # Some releases of transformers split the levels by item, too; there is one item.
-            levels = [x if isinstance(x, torch.Tensor) else torch.cat(x) for x in out.deepstack_features]
-            return torch.cat((torch.cat(tuple(out.pooler_output)), *levels), dim=1)
-        if span.kind is Modality.AUDIO:
-            return self._encode_audio(len(span.positions), **inputs)
-        raise StageError(f"Qwen3-Omni has no encoder for {span.kind}")
+    def visual_rows(self, features: ModelOutput) -> torch.Tensor:
+        # Some releases of transformers split the levels by item, too; there is one item.
+        levels = [x if isinstance(x, torch.Tensor) else torch.cat(x) for x in features.deepstack_features]
+        return torch.cat((super().visual_rows(features), *levels), dim=1)
 
-    def _encode_audio(
-        self,
-        rows: int,
-        input_features: torch.Tensor,
-        feature_attention_mask: torch.Tensor,
-        padded_frames: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def audio_rows(self, rows: int, input_features: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+        feature_attention_mask, padded_frames = inputs["feature_attention_mask"], inputs.get("padded_frames")
         if padded_frames is not None:  # as beside a clip of that length
             more = int(padded_frames) - input_features.shape[-1]
             input_features = torch.nn.functional.pad(input_features, (0, more)).repeat(2, 1, 1)
@@ -246,10 +224,8 @@ class Talker(DecoderComponent):
         return rows
 
     def _speaker(self, info: RequestInfo) -> int:
-        name = info.voice or (_DEFAULT_VOICE if _DEFAULT_VOICE in self._voices else next(iter(self._voices)))
-        if name not in self._voices:
-            raise InvalidRequestError(f"unknown voice {name!r}; known: {', '.join(self._voices)}", param="voice")
-        return self._voices[name]
+        first = _DEFAULT_VOICE if _DEFAULT_VOICE in self._voices else next(iter(self._voices))
+        return voice_of(self._voices, info.voice or first)
 
     # ---------------------------------------------------------------------------------------------- frames
 

@@ -11,17 +11,16 @@ from omnistage.config import CodecBudget, CodecStageConfig
 from omnistage.core.errors import CheckpointError
 from omnistage.core.family import LoadContext
 from omnistage.hf import transformers
+from omnistage.models._qwen_omni.components import embedding_rows
 from omnistage.models._qwen_omni.config import read_sections
 from omnistage.models.causal_lm.processor import load_tokenizer
 from omnistage.models.experts import fused_weights
-from omnistage.models.loading import Checkpoint, load_model, read_generation_config, read_weights
+from omnistage.models.loading import load_model, read_generation_config, read_weights
 from omnistage.models.qwen3_omni_moe.code2wav import Code2Wav
 from omnistage.models.qwen3_omni_moe.components import Talker, Thinker
 
 if TYPE_CHECKING:
     from transformers import Qwen3OmniMoeConfig
-
-_EMBEDDINGS = ("thinker.model.embed_tokens.weight", "thinker.model.language_model.embed_tokens.weight")
 
 
 def read_config(folder: Path) -> Qwen3OmniMoeConfig:
@@ -68,9 +67,8 @@ def load_talker(context: LoadContext) -> Talker:
     model = load_model(cls, config, fused_weights(context, "talker."), context.device, context.dtype)
     if context.device.type == "meta":
         return Talker(model, whole, voices_of(whole), {})
-    ids = sorted({whole.tts_bos_token_id, whole.tts_eos_token_id, whole.tts_pad_token_id})
-    rows = dict(zip(ids, Checkpoint(folder).rows(_EMBEDDINGS, ids), strict=True))
-    return Talker(model, whole, voices_of(whole), rows)
+    ids = (whole.tts_bos_token_id, whole.tts_eos_token_id, whole.tts_pad_token_id)
+    return Talker(model, whole, voices_of(whole), embedding_rows(folder, ids))
 
 
 def load_code2wav(context: LoadContext) -> Code2Wav:

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from omnistage.core.types import Modality
 from omnistage.models._qwen_omni.expansion import video_default
 from omnistage.models._qwen_omni.processor import AUDIO_RATE, QwenOmniProcessor, load_processor
 from omnistage.models.qwen3_omni_moe.load import read_config, voices_of
@@ -32,11 +31,7 @@ class Qwen3OmniProcessor(QwenOmniProcessor):
             processor,
             thinker,
             tuple(voices_of(config)) if config.enable_audio_output else (),
-            placeholders={
-                Modality.IMAGE: thinker.image_token_id,
-                Modality.AUDIO: thinker.audio_token_id,
-                Modality.VIDEO: thinker.video_token_id,
-            },
+            placeholders=(thinker.image_token_id, thinker.audio_token_id, thinker.video_token_id),
             position_id_per_seconds=video_default(processor, "position_id_per_seconds"),
             seconds_per_chunk=video_default(processor, "seconds_per_chunk"),
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from omnistage.compat import prepare_torchvision
 from omnistage.core.family import THINK_END, THINK_START
 from omnistage.core.verification import Progress
 from omnistage.models import _tiny_common as common
-from omnistage.models._qwen_omni.tiny import chat_template, write_processor
+from omnistage.models._qwen_omni import tiny as omni
 from omnistage.models._tiny_common import Init, between
 
 if TYPE_CHECKING:
@@ -38,15 +39,10 @@ SPECIAL_TOKENS = (
     *("<think>", "</think>", "<|audio_start|>", "<|audio_end|>", "<tts_pad>", "<tts_text_bos>", "<tts_text_eod>"),
     *("<tts_text_bos_single>", "<|audio_pad|>"),
 )
-TOKEN_ATTRIBUTES = {
-    "image_token": "<|image_pad|>",
-    "audio_token": "<|audio_pad|>",
-    "video_token": "<|video_pad|>",
-    "vision_bos_token": "<|vision_start|>",
-    "vision_eos_token": "<|vision_end|>",
-    "audio_bos_token": "<|audio_start|>",
-    "audio_eos_token": "<|audio_end|>",
-}
+TOKEN_ATTRIBUTES = omni.token_attributes(
+    *("<|image_pad|>", "<|audio_pad|>", "<|video_pad|>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|audio_start|>", "<|audio_end|>"),
+)
 
 
 def special_ids(vocab_size: int) -> dict[str, int]:
@@ -63,13 +59,9 @@ def config_for(scale: float, *, speaks: bool = True) -> Qwen3OmniMoeConfig:
     ids, words = special_ids(vocab_size), common.base_vocabulary()[0]
     width, layers = between(scale, (64, 2048), 64), between(scale, (4, 48))
     tokens = {
-        "audio_token_id": ids["<|audio_pad|>"],
-        "image_token_id": ids["<|image_pad|>"],
-        "video_token_id": ids["<|video_pad|>"],
-        "audio_start_token_id": ids["<|audio_start|>"],
-        "audio_end_token_id": ids["<|audio_end|>"],
-        "vision_start_token_id": ids["<|vision_start|>"],
-        "vision_end_token_id": ids["<|vision_end|>"],
+        **{f"{kind}_token_id": ids[f"<|{kind}_pad|>"] for kind in ("audio", "image", "video")},
+        **{f"{side}_token_id": ids[f"<|{side}|>"] for side in ("audio_start", "audio_end")},
+        **{f"{side}_token_id": ids[f"<|{side}|>"] for side in ("vision_start", "vision_end")},
         "position_id_per_seconds": 13,
         "seconds_per_chunk": 2,
         "dtype": dtype,
@@ -79,7 +71,7 @@ def config_for(scale: float, *, speaks: bool = True) -> Qwen3OmniMoeConfig:
         "user_token_id": words["user"],
         "text_config": {**_text_config(scale, width, layers), "vocab_size": vocab_size},
         "vision_config": _vision_config(scale, width),
-        "audio_config": _audio_config(scale, width),
+        "audio_config": omni.audio_config(scale, width, **_audio_sizes(scale)),
     }
     return Qwen3OmniMoeConfig(
         thinker_config=thinker,
@@ -91,9 +83,7 @@ def config_for(scale: float, *, speaks: bool = True) -> Qwen3OmniMoeConfig:
         tts_pad_token_id=ids["<tts_pad>"],
         tts_bos_token_id=ids["<tts_text_bos>"],
         tts_eos_token_id=ids["<tts_text_eod>"],
-        user_token_id=words["user"],
-        assistant_token_id=words["assistant"],
-        system_token_id=words["system"],
+        **{f"{role}_token_id": words[role] for role in ("user", "assistant", "system")},
         architectures=["Qwen3OmniMoeForConditionalGeneration"],
         dtype=dtype,
     )
@@ -104,6 +94,16 @@ def _mrope(head_dim: int) -> dict[str, object]:
     side = head_dim * 20 // 128
     section = [head_dim // 2 - 2 * side, side, side]
     return {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": section, "mrope_interleaved": True}
+
+
+def _layers(layers: int, heads: int, kv_heads: int, hidden: int, feed_forward: int) -> dict[str, object]:
+    return {
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "hidden_size": hidden,
+        "intermediate_size": feed_forward,
+    }
 
 
 def _experts(scale: float, chosen: int, width: int) -> dict[str, object]:
@@ -121,11 +121,7 @@ def _text_config(scale: float, width: int, layers: int) -> dict[str, object]:
     head_dim = between(scale, (16, 128), 16)
     return {
         **_experts(scale, 8, 768),
-        "hidden_size": width,
-        "intermediate_size": between(scale, (64, 768), 32),
-        "num_hidden_layers": layers,
-        "num_attention_heads": between(scale, (4, 32), 4),
-        "num_key_value_heads": 2 if scale < 0.5 else 4,
+        **_layers(layers, between(scale, (4, 32), 4), 2 if scale < 0.5 else 4, width, between(scale, (64, 768), 32)),
         "head_dim": head_dim,
         "rope_parameters": _mrope(head_dim),
         "tie_word_embeddings": False,
@@ -148,25 +144,14 @@ def _vision_config(scale: float, width: int) -> dict[str, object]:
     }
 
 
-def _audio_config(scale: float, width: int) -> dict[str, object]:
-    heads = between(scale, (4, 20), 4)
-    return {
-        "num_mel_bins": 128,
-        "encoder_layers": between(scale, (2, 32)),
-        "encoder_attention_heads": heads,
-        "encoder_ffn_dim": between(scale, (128, 5120), 32),
-        "d_model": heads * between(scale, (16, 64), 8),
-        "max_source_positions": 1500,
-        "n_window": 50,
-        "n_window_infer": 800,
-        "conv_chunksize": 500,
-        "downsample_hidden_size": between(scale, (16, 480), 16),
-        "output_dim": width,
-    }
+def _audio_sizes(scale: float) -> dict[str, int]:
+    channels = between(scale, (16, 480), 16)
+    return {"n_window": 50, "n_window_infer": 800, "conv_chunksize": 500, "downsample_hidden_size": channels}
 
 
 def _talker_config(scale: float, thinker_width: int, thinker_layers: int) -> dict[str, object]:
     width, head_dim, groups = between(scale, (48, 1024), 16), between(scale, (16, 128), 16), between(scale, (4, 16))
+    layers, depth, heads = between(scale, (2, 20)), between(scale, (2, 5)), between(scale, (4, 16), 4)
     return {
         "thinker_hidden_size": thinker_width,
         "accept_hidden_layer": thinker_layers // 2,
@@ -182,22 +167,14 @@ def _talker_config(scale: float, thinker_width: int, thinker_layers: int) -> dic
         "text_config": {
             **_experts(scale, 6, 384),
             "vocab_size": TALKER_VOCAB,
-            "hidden_size": width,
-            "intermediate_size": between(scale, (96, 2048), 32),
+            **_layers(layers, heads, 2, width, between(scale, (96, 2048), 32)),
             "shared_expert_intermediate_size": between(scale, (32, 768), 32),
-            "num_hidden_layers": between(scale, (2, 20)),
-            "num_attention_heads": between(scale, (4, 16), 4),
-            "num_key_value_heads": 2,
             "head_dim": head_dim,
             "rope_parameters": _mrope(head_dim),
         },
         "code_predictor_config": {
             "vocab_size": CODES,
-            "hidden_size": width,
-            "intermediate_size": between(scale, (96, 3072), 32),
-            "num_hidden_layers": between(scale, (2, 5)),
-            "num_attention_heads": between(scale, (4, 16), 4),
-            "num_key_value_heads": 2 if scale < 0.5 else 8,
+            **_layers(depth, heads, 2 if scale < 0.5 else 8, width, between(scale, (96, 3072), 32)),
             "head_dim": head_dim,
             "max_position_embeddings": 32768,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
@@ -207,15 +184,11 @@ def _talker_config(scale: float, thinker_width: int, thinker_layers: int) -> dic
 
 
 def _code2wav_config(scale: float) -> dict[str, object]:
-    heads = between(scale, (4, 16), 4)
+    layers, heads = between(scale, (2, 8)), between(scale, (4, 16), 4)
     return {
+        **_layers(layers, heads, heads, heads * between(scale, (16, 64), 16), between(scale, (96, 3072), 32)),
         "codebook_size": CODES,
         "num_quantizers": between(scale, (4, 16)),
-        "hidden_size": heads * between(scale, (16, 64), 16),
-        "intermediate_size": between(scale, (96, 3072), 32),
-        "num_hidden_layers": between(scale, (2, 8)),
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
         "max_position_embeddings": 8000,
         "sliding_window": 72,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
@@ -228,12 +201,9 @@ def _code2wav_config(scale: float) -> dict[str, object]:
 
 def hub_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """A tensor of transformers' model by the names of the published checkpoint, which has each expert for itself."""
-    for new, old in (("language_model.", ""), ("visual.", "thinker.visual."), ("audio_tower.", "thinker.audio_tower.")):
-        if name.startswith(f"thinker.model.{new}"):
-            name = (old or "thinker.model.") + name.removeprefix(f"thinker.model.{new}")
-    experts, _, matrix = name.rpartition(".experts.")
+    experts, _, matrix = omni.hub_name(name).rpartition(".experts.")
     if not experts:
-        yield name, tensor
+        yield matrix, tensor
         return
     for number, expert in enumerate(tensor):
         parts = {"gate_proj": 0, "up_proj": 1} if matrix == "gate_up_proj" else {"down_proj": 0}
@@ -293,21 +263,17 @@ def write(
     # A small model must not need minutes for a photograph.
     max_pixels = 12845056 if scale == 1.0 else 64 * 32 * 32
     images = common.qwen_image_processor("Qwen3OmniMoeProcessor", max_pixels, patch_size=16)
-    template = chat_template(TOKEN_ATTRIBUTES, thinks=variant == "thinking")
+    template = omni.chat_template(TOKEN_ATTRIBUTES, thinks=variant == "thinking")
     visible = (THINK_START, THINK_END)
-    write_processor(
+    omni.write_processor(
         folder, "Qwen3OmniMoeProcessor", ids, TOKEN_ATTRIBUTES, template, images, seconds=300, visible=visible
     )
     with torch.device("meta"):
         tensors = Qwen3OmniMoeForConditionalGeneration(config).state_dict()
-    stored = common.stored_dtype(scale)
-    common.write_weights(
-        folder,
+    tensors, dtype = (
         dict(pair for name, tensor in tensors.items() for pair in hub_tensors(name, tensor)),
-        weight_rule(config),
-        lambda name: torch.float32 if name.startswith("code2wav.") else stored,
-        seed,
-        progress,
+        partial(omni.stored_dtype, "code2wav.", scale),
     )
+    common.write_weights(folder, tensors, weight_rule(config), dtype, seed, progress)
     common.write_generation_config(folder, ids)
     config.save_pretrained(folder)  # last: a folder without it is no checkpoint

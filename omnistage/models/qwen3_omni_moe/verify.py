@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from omnistage.core.params import CodecParams, SamplingParams, StageParams
 from omnistage.core.verification import ModelRunner, Progress, VerifyRow
 from omnistage.models._qwen_omni.verify import Answer, Case, ReferenceOutput, run_cases, run_pipeline
 from omnistage.models.qwen3_omni_moe.reference import Reference
@@ -14,10 +14,9 @@ def run(runner: ModelRunner, *, cases: int = 8, seed: int = 0, progress: Progres
     """Compare random chats of all kinds; float32 on the CPU."""
 
     def load_reference() -> Callable[[Case], ReferenceOutput]:
-        reference = Reference(runner.folder)
-        return lambda case: run_reference(reference, case)
+        return partial(run_reference, Reference(runner.folder))
 
-    return run_cases(cases, seed, progress, lambda chats: run_ours(runner, chats), load_reference)
+    return run_cases(cases, seed, progress, partial(run_ours, runner), load_reference)
 
 
 def run_reference(reference: Reference, case: Case) -> ReferenceOutput:
@@ -27,13 +26,4 @@ def run_reference(reference: Reference, case: Case) -> ReferenceOutput:
 
 def run_ours(runner: ModelRunner, cases: Sequence[Case]) -> list[Answer]:
     """Greedy answers of all cases in one batch."""
-    speaks = "talker" in runner.stage_names
-
-    def params(case: Case) -> Mapping[str, StageParams]:
-        thinker = SamplingParams(temperature=0.0, max_tokens=case.max_tokens)
-        if not speaks:
-            return {"thinker": thinker}
-        talker = SamplingParams(temperature=0.0, max_tokens=case.max_codes, repetition_penalty=1.05)
-        return {"thinker": thinker, "talker": talker, "code2wav": CodecParams(streaming=False)}
-
-    return run_pipeline(runner, cases, "code2wav" if speaks else None, params)
+    return run_pipeline(runner, cases, "code2wav" if "talker" in runner.stage_names else None)

@@ -1,0 +1,76 @@
+"""A process that is silent because others have the processors is told from one that hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from omnistage.placement import silence
+from omnistage.placement.silence import BUSY_FACTOR, Silence, processor_waits
+
+_SPIN = "import os; os.sched_setaffinity(0, {%d})\nprint(flush=True)\nwhile True: pass"
+
+needs_schedstat = pytest.mark.skipif(not processor_waits(os.getpid()), reason="this system does not count waits")
+
+
+def spin(number: int) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, "-c", _SPIN % number], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+@pytest.fixture
+def crowded() -> Iterator[subprocess.Popen[bytes]]:
+    """One of four processes that share a processor."""
+    number = min(os.sched_getaffinity(0))
+    processes = [spin(number) for _ in range(4)]
+    yield processes[0]
+    for process in processes:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@needs_schedstat
+def test_time_that_is_waited_for_a_processor_does_not_count_and_that_of_a_stopped_process_does(
+    crowded: subprocess.Popen[bytes],
+) -> None:
+    def waited(seconds: float) -> float:
+        before = sum(processor_waits(crowded.pid).values())
+        time.sleep(seconds)
+        return sum(processor_waits(crowded.pid).values()) - before
+
+    assert waited(1.0) > 0.3
+    os.kill(crowded.pid, signal.SIGSTOP)
+    time.sleep(0.1)
+    assert waited(0.5) < 0.1
+
+
+def test_a_silence_is_counted_less_what_the_thread_that_waited_longest_has_waited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits = {1: 7.0, 2: 3.0}
+    monkeypatch.setattr(silence, "processor_waits", lambda _pid: dict(waits))
+    process = Silence(5)
+    assert process.unexplained(heard=0.0, silent=1.0) == 1.0
+    waits.update({1: 8.5, 2: 3.25, 3: 100.0})  # the third is new
+    assert process.unexplained(heard=0.0, silent=2.0) == 0.5
+    waits[1] = 20.0
+    assert process.unexplained(heard=0.0, silent=2.0 * BUSY_FACTOR) == 2.0  # not for ever
+    assert process.unexplained(heard=30.0, silent=2.0) == 2.0  # what was waited before it was heard is past
+
+
+def test_without_such_counts_the_whole_silence_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Silence(None).unexplained(0.0, 2.5) == 2.5
+    monkeypatch.setattr(silence, "processor_waits", lambda _pid: {})
+    assert Silence(5).unexplained(0.0, 2.5) == 2.5
+    monkeypatch.undo()
+    assert processor_waits(2**30) == {}
