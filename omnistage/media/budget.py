@@ -193,8 +193,8 @@ class MediaHold:
         """Without a budget nothing is counted and nothing waits."""
         self._budget = budget
         self._account = _Account(object() if owner is None else owner)
-        if budget is not None:
-            weakref.finalize(self, budget.drop, self._account).atexit = False
+        self._counted = False
+        """Whether the budget knows it: most requests have no media, and cost nothing here."""
 
     @property
     def size(self) -> int:
@@ -208,6 +208,7 @@ class MediaHold:
     def reserve(self, nbytes: int) -> None:
         """Hold so many more, once there is room. Raises as `MediaBudget.reserve` does."""
         if self._budget is not None and nbytes > 0:
+            self._count(self._budget)
             self._budget.reserve(self._account, nbytes)
 
     def release(self, nbytes: int) -> None:
@@ -217,12 +218,18 @@ class MediaHold:
 
     def settle(self, nbytes: int | None = None) -> None:
         """The request is prepared: hold so many from now on, or as many as before, and never more."""
-        if self._budget is not None:
+        if self._budget is not None and (self._counted or nbytes):
+            self._count(self._budget)
             self._budget.resize(self._account, self._account.size if nbytes is None else nbytes, settled=True)
 
     def close(self) -> None:
         """Give all of it back now."""
         self.settle(0)
+
+    def _count(self, budget: MediaBudget) -> None:
+        if not self._counted:
+            self._counted = True
+            weakref.finalize(self, budget.drop, self._account).atexit = False
 
     @contextmanager
     def decoding(self) -> Iterator[ItemBytes]:

@@ -239,7 +239,7 @@ class DecodePool:
                 reusable = True
             except _AnsweredError as error:
                 reusable = True
-                raise error.error from None
+                raise error.take() from None
         finally:
             if reusable:
                 process.release()  # without the lock: it takes a while for a large item, and cancelling needs it
@@ -302,7 +302,11 @@ class _AnsweredError(Exception):
     """An error that the process itself reported: it can go on."""
 
     def __init__(self, error: OmniError) -> None:
-        self.error = error
+        self._errors = [error]
+
+    def take(self) -> OmniError:
+        """The error, once. It has this one as its context: a cycle would keep the bodies of requests that failed."""
+        return self._errors.pop()
 
 
 def _read_image(max_pixels: int, answer: Answer, process: DecodeProcess) -> Image.Image:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator
 
 from omnistage.core.errors import InvalidRequestError
 from omnistage.core.params import MAX_MIXED_ADAPTERS, Adapters, DiffusionParams, SamplingParams
-from omnistage.core.validation import field_error, short_repr
+from omnistage.core.validation import short_repr
 from omnistage.server.http.openapi import bounds_of
 from omnistage.server.openai.base import WireModel, max_items
 from omnistage.server.openai.extensions import ExtensionFields
@@ -126,11 +126,13 @@ class SamplingFields(SamplesText, ExtensionFields):
     priority: int = 0
     timeout: Finite | None = None
 
-    @model_validator(mode="after")
-    def _streams(self) -> Self:
-        if self.stream_options is not None and not self.stream:
-            raise field_error("stream_options", "is for streams; send stream: true, or leave it out")
-        return self
+    # Of a field: it costs nothing where that is not sent.
+    @field_validator("stream_options")
+    @classmethod
+    def _only_streams(cls, sent: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if sent is not None and not info.data.get("stream"):
+            raise ValueError("is for streams; send stream: true, or leave it out")
+        return sent
 
 
 def diffusion_params(request: WireModel, size: str | None, **derived: object) -> DiffusionParams:
