@@ -42,13 +42,18 @@ from omnistage.engines.ar.component import ARComponent
 logger = logging.getLogger(__name__)
 
 _READS_NUMBERS = frozenset(
-    {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique_dim", "_unique2", "bincount"}
+    {"item", "_local_scalar_dense", "is_nonzero", "equal", "allclose"}
+    | {"nonzero", "nonzero_numpy", "argwhere", "where.default", "masked_select", "repeat_interleave.Tensor"}
+    | {"_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount"}
 )
 """Operators by which Python, or a shape, comes to depend on the numbers in a tensor."""
 _BLOCK_SIZE, _BLOCKS = 4, 12
 """Of the caches that programs are traced and compared with."""
-_TRACED_LENGTHS, _COMPARED_LENGTHS = {1: (5,), 2: (7, 4)}, {1: (14,), 2: (3, 15, 9)}
-"""Of sequences, by the sequences that a program is traced with."""
+_LENGTHS = {False: ((5,), (14,), (6,)), True: ((7, 4), (3, 15, 9), (11,))}
+"""Of the sequences of a step, by whether a program is for several: it is traced with the first, compared with all."""
+_TRACER_SAYS = ("Python list", "NumPy array")
+"""In the tracer's warnings where numbers are read without an operator."""
+_MAX_REASON_CHARS = 200
 _TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
 """Of the largest number of a comparison; the kernels are the same, so that usually all numbers are."""
 
@@ -138,7 +143,8 @@ def _attend_one(
     if how.window is not None:
         if how.window not in plan.biases:
             places = torch.arange(k.shape[0])
-            plan.biases[how.window] = torch.zeros(()).masked_fill(places < k.shape[0] - how.window, float("-inf"))
+            hidden = places < k.shape[0] - how.window
+            plan.biases[how.window] = torch.zeros(()).masked_fill(hidden, float("-inf"))[None]
         bias = plan.biases[how.window].to(q.dtype)
     k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
     return scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=how.scale).flatten(1, 2)
@@ -159,7 +165,7 @@ class _ReadsNumbers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name in _READS_NUMBERS:
+        if not _READS_NUMBERS.isdisjoint((name, f"{name}.{func._overloadname}")):
             self.names.add(name)
         return func(*args, **(kwargs or {}))
 
@@ -223,46 +229,55 @@ class DecodeScripts:
             return None
         return program(embeds, positions, *_arguments(plan, slot_mapping), self._caches)
 
+    @property
+    def count(self) -> int:
+        """Programs; 0 where every step takes the plain path."""
+        return len(self._programs)
+
     def trace(self, max_length: int) -> None:
         """Make the programs. A component that cannot be traced has none, and says why in the log."""
-        reason = self._unsuitable()
-        for sequences in (1, 2) if reason is None else ():
-            try:
-                with _scratch_caches(self._component) as caches:
-                    program = self._trace(_step(self._component, caches, _TRACED_LENGTHS[sequences]), sequences)
-                    if not self._agrees(program, caches, sequences, max_length):
+        reason = None
+        try:
+            with _scratch_caches(self._component) as caches:
+                reason = self._unsuitable(caches)
+                for several in (False, True) if reason is None else ():
+                    program = self._trace(_step(self._component, caches, _LENGTHS[several][0], several), several)
+                    if not self._agrees(program, caches, several, max_length):
                         reason = "it computes other numbers as TorchScript"
                         break
-            except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, IndexError) as error:
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-                break
-            self._programs[sequences > 1] = program
+                    self._programs[several] = program
+        except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, LookupError) as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:_MAX_REASON_CHARS]}"
         if reason is not None:
             self._programs.clear()
             logger.info("decode steps of %s do not run as TorchScript: %s", type(self._component).__name__, reason)
 
-    def _unsuitable(self) -> str | None:
+    def _unsuitable(self, caches: Sequence[KVCache]) -> str | None:
         """Why the forward is no fixed list of operators."""
-        with _scratch_caches(self._component) as caches, _ReadsNumbers() as reads:
-            _plain(self._component, _step(self._component, caches, _TRACED_LENGTHS[2]))
+        step = _step(self._component, caches, _LENGTHS[True][0], True)
+        with _ReadsNumbers() as reads:
+            _plain(self._component, step)
         return f"its forward reads numbers ({', '.join(sorted(reads.names))})" if reads.names else None
 
-    def _trace(self, step: _Step, sequences: int) -> Callable[..., torch.Tensor]:
+    def _trace(self, step: _Step, several: bool) -> Callable[..., torch.Tensor]:
         inputs = (step.embeds, step.positions, *step.arguments(self._backend), _flat(step.caches))
-        with warnings.catch_warnings():
-            # That sizes become constants, which the comparison finds out; and that torch means to replace TorchScript.
-            warnings.simplefilter("ignore")
-            traced = torch.jit.trace(
-                _Program(self._component, sequences > 1), inputs, check_trace=False
-            )
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            traced = torch.jit.trace(_Program(self._component, several), inputs, check_trace=False)
+        # The others are that sizes become constants, which the comparison finds out, and that torch means to replace
+        # TorchScript.
+        for warning in told:
+            if any(words in str(warning.message) for words in _TRACER_SAYS):
+                raise ValueError(f"its forward reads numbers ({warning.message})")
         return traced.forward  # type: ignore[no-any-return]
 
     def _agrees(
-        self, program: Callable[..., torch.Tensor], caches: Sequence[KVCache], sequences: int, max_length: int
+        self, program: Callable[..., torch.Tensor], caches: Sequence[KVCache], several: bool, max_length: int
     ) -> bool:
-        """Whether a program gives the plain path's numbers, twice: the first two runs of one are compiled apart."""
-        for lengths in (_COMPARED_LENGTHS[sequences], _TRACED_LENGTHS[sequences], _COMPARED_LENGTHS[sequences]):
-            step = _step(self._component, caches, lengths, offset=max(max_length - 1 - max(lengths), 0))
+        """Whether a program gives the plain path's numbers. Its first run and those after it are compiled apart."""
+        first, *others = _LENGTHS[several]
+        for lengths in (*others, first):
+            step = _step(self._component, caches, lengths, several, offset=max(max_length - 1 - max(lengths), 0))
             bind_caches(self._component.attention_modules, caches)
             expected = _plain(self._component, step)
             out = program(step.embeds, step.positions, *step.arguments(self._backend), _flat(caches))
@@ -301,14 +316,21 @@ def _arguments(plan: SdpaPlan, slot_mapping: torch.Tensor) -> tuple[torch.Tensor
     return slot_mapping, plan.single_slots, lengths
 
 
-def _step(component: ARComponent, caches: Sequence[KVCache], lengths: Sequence[int], offset: int = 0) -> _Step:
-    """Sequences with so many tokens, the new one included; `offset` is added to their positions."""
+def _step(
+    component: ARComponent, caches: Sequence[KVCache], lengths: Sequence[int], scattered: bool, offset: int = 0
+) -> _Step:
+    """Sequences with so many tokens, the new one included; `offset` is added to their positions.
+
+    `scattered`: their blocks are not adjacent.
+    """
     spec, generator = component.spec, torch.Generator().manual_seed(sum(lengths))
     count = len(lengths)
     blocks = [-(-length // _BLOCK_SIZE) for length in lengths]
     starts = np.cumsum([0, *blocks[:-1]])
     tables = [np.arange(start, start + size, dtype=np.int32) for start, size in zip(starts, blocks, strict=True)]
-    slots = [np.arange(len(table) * _BLOCK_SIZE) + int(table[0]) * _BLOCK_SIZE for table in tables]
+    if scattered:
+        tables = [table[::-1].copy() for table in tables]
+    slots = [(table[:, None] * _BLOCK_SIZE + np.arange(_BLOCK_SIZE)).reshape(-1).astype(np.int64) for table in tables]
     ids = torch.randint(spec.vocab_size, (count,), generator=generator)
     kind = torch.float64 if spec.fractional_positions else torch.int64
     positions = (torch.tensor(lengths) - 1 + offset).to(kind).expand(spec.position_dims, -1).contiguous()
