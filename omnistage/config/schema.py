@@ -76,6 +76,9 @@ class ARBudget(ConfigModel):
         default=True,
         description="Keep weights in the layout of the CPU's kernels for few rows; only used on x86 in float32.",
     )
+    torchscript: bool = Field(
+        default=True, description="Run decode steps as TorchScript, without Python between operators; only on the CPU."
+    )
     run_ahead: Literal["auto"] | bool = Field(
         default="auto", description="Launch a step before the last one's tokens are read; auto: on CUDA."
     )

@@ -153,6 +153,8 @@ class ARComponent(ABC):
     eos_token_ids: tuple[int, ...] = ()
     suppress_token_ids: tuple[int, ...] = ()
     tokenizer: PreTrainedTokenizerFast | None = None
+    pure_forward = False
+    """All that `forward` does is its result: nothing is kept aside, and nothing but its arguments and weights counts."""
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:

@@ -9,9 +9,10 @@ added, half the bytes are read, and each row is computed alike in every batch.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -81,8 +82,21 @@ class BlockedLinear(PackedLinear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not input.numel():
             return input.new_empty(*input.shape[:-1], self.out_features)
+        if torch.jit.is_tracing():
+            return _traceable_product()(input, self._packed, self.bias)
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(input, self._packed, self.bias, "none", [], "")
         return out
+
+
+@functools.cache
+def _traceable_product() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]:
+    """oneDNN's product as a function of TorchScript, whose tracer takes no empty list of scalars."""
+    source = """
+def product(rows: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+"""
+    unit = torch.jit.CompilationUnit(source)  # type: ignore[no-untyped-call]
+    return unit.product  # type: ignore[no-any-return]
 
 
 def has_packed_float() -> bool:

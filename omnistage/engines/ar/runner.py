@@ -32,6 +32,7 @@ from omnistage.engines.ar.sampling.device_selection import has_kernels
 from omnistage.engines.ar.sampling.sampler import PendingTokens, Sampled, Sampler
 from omnistage.engines.ar.sampling.selection import FAILED
 from omnistage.engines.ar.scheduler import ScheduledSequence, SchedulerOutput
+from omnistage.engines.ar.torchscript import DecodeScripts
 from omnistage.engines.byte_cache import ByteCache
 from omnistage.engines.streams import DeviceStream, Download, upload
 
@@ -95,6 +96,7 @@ class Runner:
         sample_in_graph: bool = True,
         adapters: AdapterLayers | None = None,
         kv_dtype: torch.dtype | None = None,
+        torchscript: bool = False,
     ) -> None:
         """`run_ahead`: steps are launched before the tokens of those before them are read."""
         spec = component.spec
@@ -134,12 +136,16 @@ class Runner:
         self._stream.follow()  # merged weights and the caches' zeros may still be written
         self.graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
+        self.scripts: DecodeScripts | None = None
         sizes = graph_batch_sizes if device.type == "cuda" and backend.supports_graphs else ()
         with self._stream.use():
             if sizes:
                 self.graphs = DecodeGraphs(self, sizes, max_length)
                 if graph_prefill_tokens:
                     self.prefill_graphs = PrefillGraphs(self, graph_prefill_tokens, max_length)
+            if torchscript:
+                self.scripts = DecodeScripts(component, backend, caches)
+                self.scripts.trace(max_length)
             if spec.residual is not None:
                 self.predictor = CodePredictor(component, sizes)
 
@@ -364,6 +370,10 @@ class Runner:
         computed = None
         if deep is None and self.prefill_graphs is not None:
             computed = self.prefill_graphs.run(PromptStep(embeds, places, slot_mapping, media, layout))
+        if deep is None and self.scripts is not None:
+            hidden = self.scripts.run(embeds, places, slot_mapping, layout)
+            if hidden is not None:
+                computed = hidden, None if media is None else component.emit(embeds, hidden, media)
         if computed is None:
             paged = current.paged = PagedContext(self.backend, slot_mapping, self.backend.plan(layout, device), layout)
             if deep is None:

@@ -43,6 +43,7 @@ from omnistage.engines.ar.runners import runner_of
 from omnistage.engines.ar.sampling.grammar_state import GrammarState, await_any
 from omnistage.engines.ar.scheduler import Scheduler, SchedulerOutput, SequenceState
 from omnistage.engines.ar.text import TextStream, stop_reason
+from omnistage.engines.ar.torchscript import scripts
 from omnistage.engines.stage import BatchedStage
 from omnistage.engines.streams import FED_PRIORITY, PRIORITY
 
@@ -104,6 +105,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             graph_prefill_tokens=budget.graph_prefill_tokens,
             adapters=layers,
             kv_dtype=kv_dtype,
+            torchscript=layers is None and scripts(component, budget, backend),
         )
         self._launched: LaunchedStep | None = None
         """The step whose tokens have not been read; none between the steps of a stage that does not run ahead."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 INT8_MAX = 127
+_TINY = torch.finfo(torch.float32).tiny
 
 
 def has_packed_int8() -> bool:
@@ -47,18 +48,18 @@ class PackedInt8Linear(nn.Linear):
         return weight
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        rows = input.reshape(-1, self.in_features).float()
-        shape = *input.shape[:-1], self.out_features
-        if not len(rows):
-            return input.new_empty(shape)
-        largest = rows.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        # Few operators: of a small model each costs as much as a part of its product.
+        if not input.numel():
+            return input.new_empty(*input.shape[:-1], self.out_features)
+        rows = input if input.dtype == torch.float32 else input.float()
+        largest = rows.abs().amax(-1, keepdim=True).clamp_min(_TINY)
         out: torch.Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default(
             rows / largest, 1 / self._levels, self._levels, self._packed
         )
         out.mul_(largest)
         if self.bias is not None:
             out += self.bias
-        return out.to(input.dtype).view(shape)
+        return out if out.dtype == input.dtype else out.to(input.dtype)
 
 
 def pack_linear(layer: nn.Linear) -> None:

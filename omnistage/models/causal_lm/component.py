@@ -57,6 +57,8 @@ logger = logging.getLogger(__name__)
 class CausalLM(DecoderComponent):
     """Adapter around `AutoModelForCausalLM`'s decoder and head."""
 
+    pure_forward = True
+
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
         config = model.config.get_text_config()
         vocab_size, max_length = positive(config, "vocab_size"), max_sequence_length(config)

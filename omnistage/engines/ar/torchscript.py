@@ -1,0 +1,367 @@
+"""Decode steps on the CPU as TorchScript: the operators of transformers' own forward, without Python between them.
+
+For a small model a third of a step on the CPU is Python between operators that take microseconds. `torch.jit.trace`
+runs the component's forward once over made-up rows and notes its operators, with the layers' own (packed) weights;
+TorchScript runs these for every later step of nothing but generated tokens. There are two programs: for one sequence,
+whose keys and values are read in place, and for several.
+
+A program holds what the forward does whatever the rows are. So a forward whose Python reads numbers of its tensors, like
+a loop over the experts that are used, is not traced; nor one that gives other numbers than the plain path, which is the
+reference, for other rows, other lengths and another number of sequences.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from omnistage.config.schema import ARBudget
+from omnistage.engines.ar.attention import (
+    AttentionBackend,
+    AttentionPlan,
+    BatchLayout,
+    KVCache,
+    PagedContext,
+    ScoreOptions,
+    bind_caches,
+    current,
+)
+from omnistage.engines.ar.attention.sdpa import SdpaBackend, SdpaPlan
+from omnistage.engines.ar.component import ARComponent
+
+logger = logging.getLogger(__name__)
+
+_READS_NUMBERS = frozenset(
+    {"item", "_local_scalar_dense", "is_nonzero", "equal", "allclose"}
+    | {"nonzero", "nonzero_numpy", "argwhere", "where.default", "masked_select", "repeat_interleave.Tensor"}
+    | {"_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount"}
+)
+"""Operators by which Python, or a shape, comes to depend on the numbers in a tensor."""
+_BLOCK_SIZE, _BLOCKS = 4, 12
+"""Of the caches that programs are traced and compared with."""
+_LENGTHS = {False: ((5,), (14,), (6,)), True: ((7, 4), (3, 15, 9), (11,))}
+"""Of the sequences of a step, by whether a program is for several: it is traced with the first, compared with all."""
+_TRACER_SAYS = ("Python list", "NumPy array")
+"""In the tracer's warnings where numbers are read without an operator."""
+_MAX_REASON_CHARS = 200
+_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
+"""Of the largest number of a comparison; the kernels are the same, so that usually all numbers are."""
+
+
+def scripts(component: ARComponent, budget: ARBudget, backend: AttentionBackend) -> bool:
+    """Whether decode steps of a stage may run as TorchScript; adapters, which come and go, are not looked at here."""
+    spec = component.spec
+    alone = spec.own_state is not None or spec.grouped or bool(spec.states)
+    plain = spec.plain_attention and isinstance(backend, SdpaBackend) and budget.kv_dtype == "auto"
+    traceable = component.pure_forward and component.device.type == "cpu" and component.dtype in _TOLERANCE
+    return budget.torchscript and traceable and plain and not alone and budget.compile is not True
+
+
+@dataclass(slots=True)
+class _Single(AttentionPlan):
+    """One sequence with adjacent slots. `span` int64 `[2]`: its first slot, and the one after its last."""
+
+    span: torch.Tensor
+    biases: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Several(AttentionPlan):
+    """`slots` int64 `[B, longest]`, padded; `lengths` int64 `[B, 1]`."""
+
+    slots: torch.Tensor
+    lengths: torch.Tensor
+    biases: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    def bias(self, window: int | None) -> torch.Tensor:
+        """What is added to the scores, `[B, 1, 1, longest]`: computed once a step, not in every layer."""
+        if window not in self.biases:
+            keys = torch.arange(self.slots.shape[1])
+            seen = keys < self.lengths
+            if window is not None:
+                seen = seen & (keys >= self.lengths - window)
+            self.biases[window] = torch.zeros(()).masked_fill(~seen, float("-inf"))[:, None, None, :]
+        return self.biases[window]
+
+
+class _TracedAttention(AttentionBackend):
+    """What `sdpa` computes for single queries, with all that differs between steps in tensors.
+
+    Caches are `[slots, kv_heads, head_dim]` here.
+    """
+
+    name = "traced"
+
+    def plan(self, layout: BatchLayout, device: torch.device) -> AttentionPlan:
+        raise NotImplementedError("programs are traced with plans of their own")
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: KVCache,
+        paged: PagedContext,
+        scores: ScoreOptions,
+    ) -> torch.Tensor:
+        plan = paged.plan
+        if isinstance(plan, _Single):
+            return _attend_one(query, key, value, cache, plan, scores)
+        if not isinstance(plan, _Several):
+            raise TypeError(f"plan of another backend: {type(plan).__name__}")
+        keys, values = cache
+        (kv_heads, dim), value_dim = _sizes(keys), _sizes(values)[1]
+        keys.index_copy_(0, paged.slot_mapping, key)
+        values.index_copy_(0, paged.slot_mapping, value)
+        flat, longest = plan.slots.view(-1), plan.slots.shape[1]
+        k = keys.index_select(0, flat).view(-1, longest, kv_heads, dim).transpose(1, 2)
+        v = values.index_select(0, flat).view(-1, longest, kv_heads, value_dim).transpose(1, 2)
+        q = query.unflatten(1, (kv_heads, -1))  # type: ignore[no-untyped-call]
+        bias = plan.bias(scores.window).to(q.dtype)
+        return scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scores.scale).flatten(1, 2)
+
+
+def _attend_one(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: _Single, how: ScoreOptions
+) -> torch.Tensor:
+    first, end = plan.span[0], plan.span[1]
+    k, v = cache[0][first:end], cache[1][first:end]  # type: ignore[misc]  # tensors, or they would be constants
+    k[-1:].copy_(key)
+    v[-1:].copy_(value)
+    q = query.unflatten(1, (_sizes(cache[0])[0], -1))  # type: ignore[no-untyped-call]
+    bias = None
+    if how.window is not None:
+        if how.window not in plan.biases:
+            places = torch.arange(k.shape[0])
+            hidden = places < k.shape[0] - how.window
+            plan.biases[how.window] = torch.zeros(()).masked_fill(hidden, float("-inf"))[None]
+        bias = plan.biases[how.window].to(q.dtype)
+    k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    return scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=how.scale).flatten(1, 2)
+
+
+def _sizes(cache: torch.Tensor) -> tuple[int, int]:
+    """Heads and their width, as numbers: the tracer would make each a step of the program."""
+    _, heads, dim = (int(size) for size in cache.shape)
+    return heads, dim
+
+
+class _ReadsNumbers(TorchDispatchMode):
+    """Notes which operators let Python see numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not _READS_NUMBERS.isdisjoint((name, f"{name}.{func._overloadname}")):
+            self.names.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+class _Program(nn.Module):
+    """What is traced: the component's forward as a function of tensors.
+
+    It holds the packed weights of all layers, which TorchScript cannot take for constants; it has no other module, so
+    that the forward is noted as one list of operators.
+    """
+
+    def __init__(self, component: ARComponent, several: bool) -> None:
+        super().__init__()
+        self._component = [component]
+        self._several = several
+        count = 0
+        for network in component.decoders:
+            for module in network.modules():
+                for value in vars(module).values():
+                    if isinstance(value, torch.ScriptObject):
+                        setattr(self, f"packed_{count}", value)
+                    elif isinstance(value, torch.Tensor) and value.is_mkldnn:
+                        self.register_buffer(f"packed_{count}", value)
+                    count += 1
+
+    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
+        component = self._component[0]
+        if self._several:
+            slot_mapping, slots, lengths, caches = rest
+            plan: AttentionPlan = _Several(slots, lengths)
+        else:
+            span, caches = rest
+            slot_mapping, plan = span, _Single(span)
+        pairs = list(zip(caches[::2], caches[1::2], strict=True))
+        bind_caches(component.attention_modules, pairs)
+        paged = current.paged = PagedContext(_TracedAttention(), slot_mapping, plan)
+        return component.forward(embeds, positions, paged)
+
+
+class DecodeScripts:
+    """The programs of a component, for steps that the plain path would compute with `backend`."""
+
+    def __init__(self, component: ARComponent, backend: AttentionBackend, caches: Sequence[KVCache]) -> None:
+        self._component = component
+        self._backend = backend
+        self._caches = _flat(caches)
+        self._programs: dict[bool, Callable[..., torch.Tensor]] = {}
+        """By whether they are for several sequences."""
+
+    def run(
+        self, embeds: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor, layout: BatchLayout
+    ) -> torch.Tensor | None:
+        """Hidden states `[B, H]` of a step with one token of each sequence; None: it is for the plain path."""
+        if len(embeds) != len(layout.query_lengths):
+            return None
+        plan = self._backend.plan(layout, embeds.device)
+        if not isinstance(plan, SdpaPlan) or plan.single_slots is None:
+            return None
+        program = self._programs.get(plan.first_slot is None)
+        if program is None:
+            return None
+        return program(embeds, positions, *_arguments(plan, slot_mapping), self._caches)
+
+    @property
+    def count(self) -> int:
+        """Programs; 0 where every step takes the plain path."""
+        return len(self._programs)
+
+    def trace(self, max_length: int) -> None:
+        """Make the programs. A component that cannot be traced has none, and says why in the log."""
+        reason = None
+        try:
+            with _scratch_caches(self._component) as caches:
+                reason = self._unsuitable(caches)
+                for several in (False, True) if reason is None else ():
+                    program = self._trace(_step(self._component, caches, _LENGTHS[several][0], several), several)
+                    if not self._agrees(program, caches, several, max_length):
+                        reason = "it computes other numbers as TorchScript"
+                        break
+                    self._programs[several] = program
+        except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, LookupError) as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:_MAX_REASON_CHARS]}"
+        if reason is not None:
+            self._programs.clear()
+            logger.info("decode steps of %s do not run as TorchScript: %s", type(self._component).__name__, reason)
+
+    def _unsuitable(self, caches: Sequence[KVCache]) -> str | None:
+        """Why the forward is no fixed list of operators."""
+        step = _step(self._component, caches, _LENGTHS[True][0], True)
+        with _ReadsNumbers() as reads:
+            _plain(self._component, step)
+        return f"its forward reads numbers ({', '.join(sorted(reads.names))})" if reads.names else None
+
+    def _trace(self, step: _Step, several: bool) -> Callable[..., torch.Tensor]:
+        inputs = (step.embeds, step.positions, *step.arguments(self._backend), _flat(step.caches))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            traced = torch.jit.trace(_Program(self._component, several), inputs, check_trace=False)
+        # The others are that sizes become constants, which the comparison finds out, and that torch means to replace
+        # TorchScript.
+        for warning in told:
+            if any(words in str(warning.message) for words in _TRACER_SAYS):
+                raise ValueError(f"its forward reads numbers ({warning.message})")
+        return traced.forward  # type: ignore[no-any-return]
+
+    def _agrees(
+        self, program: Callable[..., torch.Tensor], caches: Sequence[KVCache], several: bool, max_length: int
+    ) -> bool:
+        """Whether a program gives the plain path's numbers. Its first run and those after it are compiled apart."""
+        first, *others = _LENGTHS[several]
+        for lengths in (*others, first):
+            step = _step(self._component, caches, lengths, several, offset=max(max_length - 1 - max(lengths), 0))
+            bind_caches(self._component.attention_modules, caches)
+            expected = _plain(self._component, step)
+            out = program(step.embeds, step.positions, *step.arguments(self._backend), _flat(caches))
+            limit = _TOLERANCE[self._component.dtype] * float(expected.abs().amax())
+            if out.shape != expected.shape or not bool(((out - expected).abs() <= limit).all()):
+                return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Made-up rows: one token of each sequence, on caches that hold what came before."""
+
+    embeds: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    layout: BatchLayout
+    caches: Sequence[KVCache]
+
+    def arguments(self, backend: AttentionBackend) -> tuple[torch.Tensor, ...]:
+        plan = backend.plan(self.layout, self.embeds.device)
+        if not isinstance(plan, SdpaPlan):
+            raise TypeError(f"plan of another backend: {type(plan).__name__}")
+        return _arguments(plan, self.slot_mapping)
+
+
+def _arguments(plan: SdpaPlan, slot_mapping: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What a program takes between the positions and the caches."""
+    if plan.first_slot is not None:
+        return (torch.tensor((plan.first_slot, plan.first_slot + plan.longest)),)
+    if plan.single_slots is None:
+        raise TypeError("the plan has no one-query sequences")
+    lengths = plan.lengths
+    if lengths is None:
+        lengths = torch.full((len(plan.single_slots), 1), plan.longest)
+    return slot_mapping, plan.single_slots, lengths
+
+
+def _step(
+    component: ARComponent, caches: Sequence[KVCache], lengths: Sequence[int], scattered: bool, offset: int = 0
+) -> _Step:
+    """Sequences with so many tokens, the new one included; `offset` is added to their positions.
+
+    `scattered`: their blocks are not adjacent.
+    """
+    spec, generator = component.spec, torch.Generator().manual_seed(sum(lengths))
+    count = len(lengths)
+    blocks = [-(-length // _BLOCK_SIZE) for length in lengths]
+    starts = np.cumsum([0, *blocks[:-1]])
+    tables = [np.arange(start, start + size, dtype=np.int32) for start, size in zip(starts, blocks, strict=True)]
+    if scattered:
+        tables = [table[::-1].copy() for table in tables]
+    slots = [(table[:, None] * _BLOCK_SIZE + np.arange(_BLOCK_SIZE)).reshape(-1).astype(np.int64) for table in tables]
+    ids = torch.randint(spec.vocab_size, (count,), generator=generator)
+    kind = torch.float64 if spec.fractional_positions else torch.int64
+    positions = (torch.tensor(lengths) - 1 + offset).to(kind).expand(spec.position_dims, -1).contiguous()
+    layout = BatchLayout(np.ones(count, dtype=np.int32), np.array(lengths, dtype=np.int32), slots, tables)
+    last = torch.tensor([int(own[length - 1]) for own, length in zip(slots, lengths, strict=True)])
+    return _Step(component.embed(ids), positions, last, layout, caches)
+
+
+def _plain(component: ARComponent, step: _Step) -> torch.Tensor:
+    backend = SdpaBackend()
+    plan = backend.plan(step.layout, component.device)
+    paged = current.paged = PagedContext(backend, step.slot_mapping, plan, step.layout)
+    return component.forward(step.embeds, step.positions, paged)
+
+
+@contextmanager
+def _scratch_caches(component: ARComponent) -> Iterator[list[KVCache]]:
+    """Small caches with random numbers in place of the modules' own."""
+    modules = component.attention_modules
+    kept = [module.kv_cache for module in modules]
+    generator = torch.Generator().manual_seed(0)
+    caches = component.spec.empty_caches(
+        _BLOCKS, _BLOCK_SIZE, lambda shape: torch.randn(shape, generator=generator).to(component.dtype)
+    )
+    bind_caches(modules, caches)
+    try:
+        yield caches
+    finally:
+        bind_caches(modules, kept)  # type: ignore[arg-type]
+
+
+def _flat(caches: Sequence[KVCache]) -> list[torch.Tensor]:
+    """Keys, values, keys, … of all modules, each `[slots, kv_heads, head_dim]`."""
+    return [each.view(-1, *each.shape[2:]) for pair in caches for each in pair]
