@@ -118,8 +118,9 @@ def _compare(model_type: str, folder: Path, seed: int) -> Any:
         if not isinstance(component, (MultimodalLM, OwnCacheMultimodalLM)):
             return causal.Outcome(model_type, "refused", "served by a family of its own")
         without, processor, text_alone = component.unsupported, MultimodalProcessor.load(folder), True
+        if component.spec.whole_media:
+            processor.use_whole_prompts(rows=isinstance(component, MultimodalLM))
         if isinstance(component, OwnCacheMultimodalLM):
-            processor.use_whole_prompts()
             text_alone = component.takes_text_alone
         chats, expected = _reference(
             folder, processor, make_chats(processor, CHATS, seed, without, text_alone=text_alone)
@@ -139,8 +140,9 @@ def _compare(model_type: str, folder: Path, seed: int) -> Any:
     refused = "".join(f"; {kind} refused: {reason}" for kind, reason in without.items())
     if outcome.state != "exact":
         return outcome
-    state = "fallback" if isinstance(component, OwnCacheMultimodalLM) else "exact"
-    return replace(outcome, state=state, reason=kinds + ("" if text_alone else ", never text alone") + refused)
+    one_by_one = isinstance(component, OwnCacheMultimodalLM) and not component.spec.grouped
+    notes = ("" if text_alone else ", never text alone") + (", in groups" if component.spec.grouped else "")
+    return replace(outcome, state="fallback" if one_by_one else "exact", reason=kinds + notes + refused)
 
 
 def _reference(folder: Path, processor: MultimodalProcessor, chats: Sequence[Any]) -> tuple[list[Any], list[Any]]:

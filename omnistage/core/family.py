@@ -96,8 +96,11 @@ class InputProcessor(Protocol):
 class WholePrompts(Protocol):
     """An input processor that gives media apart from their prompt, unless the entry stage takes none that way."""
 
-    def use_whole_prompts(self) -> None:
-        """Called once, before the first input, where the entry stage runs its sequences one by one."""
+    def use_whole_prompts(self, *, rows: bool = False) -> None:
+        """Called once, before the first input, where the entry stage takes prompts with media as a whole.
+
+        `rows`: as rows for all of their tokens, else as what its model's own forward takes.
+        """
 
 
 @runtime_checkable

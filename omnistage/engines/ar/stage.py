@@ -419,6 +419,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
                 "one_by_one": float(self.component.spec.own_state is not None),
                 "in_groups": float(self.component.spec.grouped),
                 "recurrent": float(bool(self.component.spec.states)),
+                "whole_media": float(self.component.spec.whole_media),
                 "blocks": pool.num_blocks,
                 "blocks_free": pool.free_blocks,
                 "prefix_lookups": pool.lookups,

@@ -26,7 +26,7 @@ from omnistage.models._qwen_omni.positions import vision_bytes
 from omnistage.models.causal_lm.component import CausalLM, read_model
 from omnistage.models.causal_lm.component import load as load_causal_lm
 from omnistage.models.loading import nested_settings, read_auto_config
-from omnistage.models.multimodal_lm.capture import DecoderCapture, DecoderInputs
+from omnistage.models.multimodal_lm.capture import DecoderCapture, DecoderInputs, DependentItemsError
 from omnistage.models.multimodal_lm.processor import MultimodalProcessor, auto_model
 
 if TYPE_CHECKING:
@@ -98,6 +98,8 @@ class MultimodalLM(CausalLM):
         return replace(payload, positions=positions[:, 0], position_delta=int(delta))
 
     def encode(self, span: MediaSpan) -> torch.Tensor:
+        if not len(span.positions):  # another holds the rows of all
+            return torch.empty(0, self.spec.embed_size, device=self.device, dtype=self.dtype)
         found = self.captured(span.inputs)
         if self.spec.deep_size:
             if found.deep is None:
@@ -150,14 +152,26 @@ def load(context: LoadContext) -> ARComponent:
     try:
         return _paged(context, auto, processor)
     except UnsupportedModelError as error:
-        reason = str(error)
+        reason, dependent = str(error), isinstance(error, DependentItemsError)
+    if processor is not None and dependent:
+        gc.collect()  # two copies need not fit
+        processor.use_whole_prompts(rows=True)
+        try:
+            return _paged(context, auto, processor)
+        except UnsupportedModelError as error:
+            reason = str(error)
+    from omnistage.models.multimodal_lm.grouped import GroupedMultimodalLM
     from omnistage.models.multimodal_lm.own_cache import OwnCacheMultimodalLM
 
-    gc.collect()  # two copies need not fit
+    gc.collect()
     if processor is not None:
         processor.use_whole_prompts()
         processor.check_media()
-    return OwnCacheMultimodalLM(*read_model(context, auto), processor, reason=reason)
+    model, tokenizer = read_model(context, auto)
+    try:
+        return GroupedMultimodalLM(model, tokenizer, processor, reason=reason)
+    except UnsupportedModelError:
+        return OwnCacheMultimodalLM(model, tokenizer, processor, reason=reason)
 
 
 def _paged(context: LoadContext, auto: Any, processor: MultimodalProcessor | None) -> MultimodalLM:
@@ -173,10 +187,13 @@ def _paged(context: LoadContext, auto: Any, processor: MultimodalProcessor | Non
         settings = nested_settings(component.model.config.to_dict())
         ids = {value for name, value in settings if name.endswith(("_id", "_index")) and type(value) is int}
         component.note_placeholders(token for token in ids if 0 <= token < component.spec.vocab_size)
-        component.unsupported = check_media(component, processor)
-        refused = [reason for reason in component.unsupported.values() if STOCK_FAILURE not in reason]
-        if refused and component.spec.states:  # transformers' own cache serves all kinds, as of MiniCPM-V 4.7
-            raise UnsupportedModelError(refused[0])
+        refused = check_media(component, processor)
+        for error in refused.values():
+            # Of a recurrent model transformers' own cache serves all kinds.
+            if isinstance(error, DependentItemsError) or (component.spec.states and STOCK_FAILURE not in error.message):
+                raise error
+        component.spec = replace(component.spec, whole_media=processor.whole)
+        component.unsupported = {kind: error.message for kind, error in refused.items()}
     return component
 
 

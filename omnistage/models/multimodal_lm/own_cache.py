@@ -7,6 +7,7 @@ layers, attention in their own code, decoders behind an encoder.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,6 +54,7 @@ class OwnCacheMultimodalLM(OwnCacheLM):
         """Kinds of media that the processor takes and the model does not, with the reason."""
         self.takes_text_alone = True
         super().__init__(model, tokenizer, reason=reason)
+        self.spec = replace(self.spec, whole_media=True)
 
     def check(self, info: RequestInfo, payload: ARInput) -> None:
         super().check(info, payload)
@@ -114,9 +116,11 @@ class OwnCacheMultimodalLM(OwnCacheLM):
             raise UnsupportedModelError(f"{name}: transformers begins the same answer whatever the {kind} is")
         return prompt
 
-    def _prompt(self, processor: MultimodalProcessor, kind: Modality, *, changed: bool) -> Prompt:
-        count = 2 if processor.takes_several(kind) else 1
-        parts: list[Part] = [TextPart("a b")]
+    def _prompt(
+        self, processor: MultimodalProcessor, kind: Modality, *, changed: bool, words: str = "a b", count: int = 2
+    ) -> Prompt:
+        count = count if processor.takes_several(kind) else 1
+        parts: list[Part] = [TextPart(words)]
         for number in range(count):
             parts += [_part(processor, kind, number, changed), TextPart(f"c {number}")]
         payload = processor.chat([ChatMessage("user", tuple(parts))])

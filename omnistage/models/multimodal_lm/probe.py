@@ -21,7 +21,7 @@ from omnistage.engines.ar.recurrent import StatePool, StateStep
 from omnistage.models.causal_lm.own_model import difference
 from omnistage.models.causal_lm.probe import rounded_tolerance
 from omnistage.models.loading import use_paged_attention
-from omnistage.models.multimodal_lm.capture import DecoderInputs
+from omnistage.models.multimodal_lm.capture import DecoderInputs, DependentItemsError
 from omnistage.models.multimodal_lm.component import MultimodalLM
 from omnistage.models.multimodal_lm.processor import MultimodalProcessor
 from omnistage.models.multimodal_lm.verify import media_part
@@ -33,7 +33,7 @@ STOCK_FAILURE = "transformers' own forward does not take what its processor give
 _FORWARD_ERRORS = (TypeError, IndexError, KeyError, AttributeError, ValueError, RuntimeError, OmniError)
 
 
-def check_media(component: MultimodalLM, processor: MultimodalProcessor) -> dict[Modality, str]:
+def check_media(component: MultimodalLM, processor: MultimodalProcessor) -> dict[Modality, UnsupportedModelError]:
     """Kinds of media whose prompts would be answered otherwise than by transformers, with the reason.
 
     Raises where there is no other kind.
@@ -47,7 +47,7 @@ def check_media(component: MultimodalLM, processor: MultimodalProcessor) -> dict
             refused[kind] = error
     if len(refused) == len(kinds):
         raise refused[kinds[0]]
-    return {kind: error.message for kind, error in refused.items()}
+    return refused
 
 
 def _check_kind(component: MultimodalLM, processor: MultimodalProcessor, kind: Modality) -> None:
@@ -92,7 +92,7 @@ def _probe_inputs(processor: MultimodalProcessor, kind: Modality) -> tuple[dict[
         inputs = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
         ids = tuple(inputs["input_ids"][0].tolist())
         if ids != payload.token_ids:
-            raise UnsupportedModelError(
+            raise DependentItemsError(
                 f"the processor writes other tokens for a chat with {count} {kind} items than for its text and each "
                 "item apart, so items cannot be encoded one by one"
             )
@@ -145,7 +145,7 @@ def _compare(
 ) -> None:
     tolerance = _tolerance(component.dtype)
     if (worst := difference(rows, expected.embeds)) >= tolerance:
-        raise UnsupportedModelError(
+        raise DependentItemsError(
             f"{name}: the rows of a media item depend on the rest of the prompt (by {worst:.1e} of their range), so "
             "items cannot be encoded one by one"
         )
