@@ -19,7 +19,6 @@ from omnistage.compat import prepare_torchvision
 from omnistage.core.errors import StageError, UnsupportedModalityError, UnsupportedModelError
 from omnistage.core.family import LoadContext
 from omnistage.core.types import ARInput, MediaSpan, Modality, RequestInfo
-from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import ARComponent
 from omnistage.hf import transformers
 from omnistage.models._qwen_omni.positions import vision_bytes
@@ -123,24 +122,6 @@ class MultimodalLM(CausalLM):
 
     def media_bytes(self, tokens: int) -> int:
         return encoder_bytes(self.model.config, self.dtype, tokens)
-
-    def forward_media(
-        self,
-        embeds: torch.Tensor,
-        positions: torch.Tensor,
-        paged: PagedContext,
-        places: torch.Tensor,
-        rows: torch.Tensor,
-    ) -> torch.Tensor:
-        out = self.decoder(
-            inputs_embeds=embeds[None],
-            position_ids=positions[:, None] if self.spec.position_dims > 1 else positions,
-            use_cache=False,
-            paged=paged,
-            visual_pos_masks=places[None],
-            deepstack_visual_embeds=rows.chunk(self.spec.deep_size // self.spec.embed_size, dim=1),
-        )
-        return out.last_hidden_state[0]  # type: ignore[no-any-return]
 
 
 def load(context: LoadContext) -> ARComponent:

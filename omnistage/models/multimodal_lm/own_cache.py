@@ -1,7 +1,7 @@
 """A multimodal LM as `transformers` itself runs it, one sequence at a time, prompt and media whole: slow, and exact.
 
-For models that the paged engine does not compute: pictures that attend both ways, cross-attention to media, recurrent
-layers, attention in their own code, decoders behind an encoder.
+For models that run neither in a flattened batch nor in groups (`grouped.py`): caches that hold more than keys and values,
+or more tokens than the prompt has, and state in the model's own modules.
 """
 
 from __future__ import annotations
@@ -106,13 +106,14 @@ class OwnCacheMultimodalLM(OwnCacheLM):
         name = f"{type(self.model).__name__} with {kind} input"
         try:
             prompt, other = (self._prompt(processor, kind, changed=changed) for changed in (False, True))
-            logits, others = (generated(self.model, *each)[1][0] for each in (prompt, other))
+            logits, others = (generated(self.model, *each)[1] for each in (prompt, other))
         except torch.OutOfMemoryError:
             raise
         except (OmniError, *MODEL_ERRORS) as error:
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             raise UnsupportedModelError(f"{name}: {STOCK_FAILURE} ({reason[:200]})") from error
-        if torch.equal(logits, others):
+        # Not by the first token alone: a model that hears as it writes, as Kyutai's, has heard nothing then.
+        if all(torch.equal(mine, theirs) for mine, theirs in zip(logits, others, strict=True)):
             raise UnsupportedModelError(f"{name}: transformers begins the same answer whatever the {kind} is")
         return prompt
 
