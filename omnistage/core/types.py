@@ -140,6 +140,9 @@ class ARInput:
     """True: each generated token needs a row of `SideRows` to be computed; the stage waits (starved) without."""
     side_rows: torch.Tensor | None = None
     """`[k, side width]` side rows known already."""
+    both_ways: tuple[tuple[int, int], ...] = ()
+    """Ranges `[start, end)` of prompt tokens that attend to all of their range, in order: of a picture, in some models.
+    Each is computed in one step."""
 
 
 @dataclass(frozen=True, slots=True)

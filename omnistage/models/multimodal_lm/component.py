@@ -31,6 +31,8 @@ from omnistage.models.multimodal_lm.processor import MultimodalProcessor, auto_m
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+    from omnistage.engines.ar.sharding import RankGroup
+
 
 class MultimodalLM(CausalLM):
     """Adapter around the decoder and head of `AutoModelForMultimodalLM`, with all that the model has before them."""
@@ -52,6 +54,8 @@ class MultimodalLM(CausalLM):
             settings._attn_implementation = implementation
         self.unsupported: dict[Modality, str] = {}
         """Kinds of media that the processor takes and that would not be answered exactly, with the reason."""
+        self.both_ways_ids: frozenset[int] = frozenset()
+        """Token ids of media that attend to later tokens of their run; known once media were tried."""
         self._capture = DecoderCapture(model, self.decoder)
         self._rope = next((module for module in model.modules() if hasattr(module, "get_rope_index")), None)
         vision = getattr(model.config, "vision_config", None)
@@ -87,6 +91,8 @@ class MultimodalLM(CausalLM):
 
     def prepare(self, info: RequestInfo, payload: ARInput) -> ARInput:
         del info
+        if self.both_ways_ids and payload.media:
+            payload = replace(payload, both_ways=self._both_ways(payload))
         if self._rope is None or not payload.media:
             return payload
         ids = torch.tensor([payload.token_ids])
@@ -95,6 +101,24 @@ class MultimodalLM(CausalLM):
         named = {name: values[name] for name in inspect.signature(rule).parameters if name in values}
         positions, delta = rule(ids, **named)
         return replace(payload, positions=positions[:, 0], position_delta=int(delta))
+
+    def _both_ways(self, payload: ARInput) -> tuple[tuple[int, int], ...]:
+        """The runs of those tokens that attend to later ones of their run, in its media."""
+        where = sorted(place for span in payload.media for place in span.positions.tolist())
+        places = [place for place in where if payload.token_ids[place] in self.both_ways_ids]
+        ranges: list[tuple[int, int]] = []
+        for place in places:
+            first = ranges.pop()[0] if ranges and ranges[-1][1] == place else place
+            ranges.append((first, place + 1))
+        return tuple(ranges)
+
+    def shard(self, group: RankGroup, device: torch.device) -> None:
+        if self.both_ways_ids:
+            raise UnsupportedModelError(
+                f"the pictures of {type(self.model).__name__} attend both ways, which is not computed on several ranks "
+                "yet: set tensor_parallel: 1 for its stage"
+            )
+        super().shard(group, device)
 
     def encode(self, span: MediaSpan) -> torch.Tensor:
         if not len(span.positions):  # another holds the rows of all
