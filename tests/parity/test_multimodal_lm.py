@@ -132,7 +132,7 @@ def test_a_checkpoint_whose_template_has_no_place_for_media_is_refused(
         Omni(folder, device="cpu", progress=False)
 
 
-def test_weights_that_merge_media_otherwise_are_not_served_from_the_paged_cache(
+def test_weights_that_merge_media_otherwise_are_not_served_in_a_flattened_batch(
     checkpoint_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The comparison at load can fail: here the rows of every item are changed."""
@@ -141,7 +141,7 @@ def test_weights_that_merge_media_otherwise_are_not_served_from_the_paged_cache(
     plain = MultimodalLM.encode
     monkeypatch.setattr(MultimodalLM, "encode", lambda self, span: plain(self, span) * 1.01)
     with Omni(checkpoint_of("multimodal_lm", "llava"), device="cpu", progress=False) as omni:
-        assert stage_of(omni).stats().extra["one_by_one"] == 1.0
+        assert stage_of(omni).stats().extra["in_groups"] == 1.0
     assert "depend on the rest of the prompt" in caplog.text
 
 

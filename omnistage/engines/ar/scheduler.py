@@ -46,8 +46,8 @@ class SequenceState:
     """False when the content is not determined by token ids and media (prompt embeddings, side rows)."""
     cacheable_length: float = float("inf")
     """Tokens, from the first on, of which it is determined by them."""
-    both_ways: Sequence[tuple[int, int]] = ()
-    """Ranges of its prompt that are computed in one step, in order."""
+    both_ways: Sequence[tuple[int, ...]] = ()
+    """Pairs of the start and the end of what is computed in one step, in order."""
     max_length: float = float("inf")
     """It ends with this many tokens, if not before."""
     ahead: bool = True

@@ -175,8 +175,9 @@ def load(context: LoadContext) -> ARComponent:
     model, tokenizer = read_model(context, auto)
     try:
         return GroupedMultimodalLM(model, tokenizer, processor, reason=reason)
-    except UnsupportedModelError:
-        return OwnCacheMultimodalLM(model, tokenizer, processor, reason=reason)
+    except UnsupportedModelError as error:
+        reason = f"{reason}; {error}"
+    return OwnCacheMultimodalLM(model, tokenizer, processor, reason=reason)
 
 
 def _paged(context: LoadContext, auto: Any, processor: MultimodalProcessor | None) -> MultimodalLM:

@@ -352,9 +352,7 @@ class MultimodalProcessor:
         spans = [MediaSpan(kind, key, nowhere, {}) for kind in sorted(set(kinds))]
         if not self._with_rows:
             return ARInput(ids, media=(replace(spans[0], inputs=inputs), *spans[1:]))
-        first = replace(
-            spans[0], inputs={"input_ids": torch.tensor([ids]), **inputs}, positions=torch.arange(len(ids))
-        )
+        first = replace(spans[0], inputs={"input_ids": torch.tensor([ids]), **inputs}, positions=torch.arange(len(ids)))
         return ARInput(ids, media=(first, *spans[1:]), context=inputs)
 
     def _spliced(self, items: Sequence[MediaItem], pieces: Sequence[str], guarded: GuardedText) -> ARInput:

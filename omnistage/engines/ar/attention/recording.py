@@ -141,7 +141,9 @@ def _record(
     plain = kwargs.get("softcap") is None and kwargs.get("s_aux") is None and key.shape[3] == value.shape[3]
     shows = getattr(attention_mask, "shows", None)
     seen = _ranges_of(shows, query.shape[2], getattr(module, "paged_window", None)) if _current.ranges else None
-    window = _window_of(attention_mask, module, where) if seen is None else module.paged_window
+    window: int | None = getattr(module, "paged_window", None)
+    if seen is None:
+        window = _window_of(attention_mask, module, where)
     _current.calls.append(
         AttentionCall(module, key.shape[1], key.shape[3], value.shape[3], window, plain, shows, seen or ())
     )
