@@ -96,5 +96,5 @@ def test_a_picture_that_no_step_holds_is_refused_with_what_to_do(
 
 
 def test_it_is_not_divided_among_ranks(component: MultimodalLM) -> None:
-    with pytest.raises(UnsupportedModelError, match="attend both ways.*tensor_parallel: 1"):
+    with pytest.raises(UnsupportedModelError, match=r"attend both ways.*tensor_parallel: 1"):
         component.shard(None, component.device)  # type: ignore[arg-type]

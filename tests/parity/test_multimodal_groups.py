@@ -1,4 +1,4 @@
-"""Multimodal LMs that do not run in a flattened batch: whole prompts, and generated tokens of many sequences at once."""
+"""Multimodal LMs that do not run in a flattened batch: whole prompts, and generated tokens of sequences at once."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from omnistage.engines.ar.memory import ar_needs
 from omnistage.engines.ar.stage import ARStage
 from omnistage.models.causal_lm import pooled_sequence
 from omnistage.models.causal_lm.own_model import difference
+from omnistage.models.multimodal_lm import grouped
 from omnistage.models.multimodal_lm.component import load
 from omnistage.models.multimodal_lm.grouped import GroupedMultimodalLM
 from omnistage.models.multimodal_lm.processor import MultimodalProcessor
@@ -124,12 +125,16 @@ def test_a_prompt_that_the_model_cannot_run_ends_alone(
 def test_the_memory_plan_has_its_keys_and_what_a_sequence_keeps(component: GroupedMultimodalLM) -> None:
     assert not ARStage("thinker", component, ARBudget(block_size=8)).scheduler.pool.prefix_caching
     budget = ARBudget(block_size=8, max_running=4)
-    planned = GroupedMultimodalLM(component.model.__class__(component.model.config).to("meta"), None, None)
-    assert planned.spec.kv_shapes[0] == component.spec.kv_shapes[0]
     needs = ar_needs(component, budget, cuda=False)
     held = ar_needs(component, replace_running(budget, 5), cuda=False).memory.caches - needs.memory.caches
     assert held == component.spec.held_bytes
     assert needs.max_running == 4
+
+
+def test_it_is_planned_before_it_is_read(folder: Path) -> None:
+    needs = ar_needs(load(context_of(folder, "meta")), ARBudget(block_size=8), cuda=False)
+    assert needs.block_bytes > 0
+    assert needs.memory.activations > 0
 
 
 def replace_running(budget: ARBudget, count: int) -> ARBudget:
@@ -146,11 +151,9 @@ def test_it_says_that_it_is_slower_and_why(folder: Path, caplog: pytest.LogCaptu
 def test_a_batch_that_answers_otherwise_is_not_served_in_groups(
     component: GroupedMultimodalLM, processor: MultimodalProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = pooled_sequence._joined
-    monkeypatch.setattr(pooled_sequence, "_joined", lambda parts, dim: plain(parts, dim) * 2)
-    monkeypatch.setattr(pooled_sequence.Group, "mask", lambda self: torch.ones_like(self.slots).tril())
-    monkeypatch.setattr(pooled_sequence.Group, "new_slots", lambda self: self.slots[:, 0])
-    with pytest.raises(UnsupportedModelError, match="in a batch of sequences|does not run in batches"):
+    plain = grouped.advance
+    monkeypatch.setattr(grouped, "advance", lambda *args, **options: plain(*args, **options) * 1.01)
+    with pytest.raises(UnsupportedModelError, match="other logits in a batch of sequences"):
         component._check(component._samples(processor))
 
 

@@ -97,7 +97,7 @@ def test_chats_at_once_in_processes_and_preempted_are_answered_as_by_transformer
     assert len({tuple(answer.token_ids) for answer in expected}) == len(chats)
     sent = [[as_sent(message) for message in chat] for chat in chats]
     longest = max(len(processor.chat(chat).token_ids) for chat in chats)
-    few = f"thinker.budget.kv_blocks={(longest + GREEDY.max_tokens) // 8 + 4}"
+    few = f"thinker.budget.kv_blocks={(longest + GREEDY.max_tokens) // 8 + 1}"
     for overrides in ((*SMALL_STEPS, few), PROCESSES):
         with Omni(git, device="cpu", dtype="float32", overrides=overrides, progress=False) as omni:
             for output, answer in zip(answers(omni, sent), expected, strict=True):

@@ -95,11 +95,9 @@ class WholePromptRunner(Runner):
 
     def _token_ids(self, tokens: Sequence[tuple[SequenceRows, int]]) -> torch.Tensor:
         ids = upload(np.array([token for _, token in tokens], dtype=np.int64), self.component.device)
-        unread = np.array(
-            [(i, r.sampled_row) for i, (r, token) in enumerate(tokens) if token == UNREAD], dtype=np.int64
-        )
-        if len(unread):
-            places = upload(unread.T.copy(), ids.device)
+        unread = [(i, rows.sampled_row) for i, (rows, token) in enumerate(tokens) if token == UNREAD]
+        if unread:
+            places = upload(np.array(unread).T.copy(), ids.device)
             # A row that could not be sampled ends with its step; until then any token will do.
             ids[places[0]] = self.last_ids[places[1]].clamp(min=0)
         return ids

@@ -96,11 +96,10 @@ class PooledSequence(GeneratedSequence, GroupedSequence):
 
     def step(self, out: Any, row: int) -> torch.Tensor:
         """Take its row of a batch's output."""
-        fields = {name: _row(value, row) for name, value in out.items() if name != "past_key_values"}
+        fields = {name: _row(value, row) for name, value in out.items()}
+        fields["past_key_values"] = self.cache
         self.length += 1
-        return self.accept(
-            type(out)(**{name: v for name, v in fields.items() if v is not None}, past_key_values=self.cache)
-        )
+        return self.accept(type(out)(**{name: value for name, value in fields.items() if value is not None}))
 
 
 def advance(
@@ -149,12 +148,11 @@ def planned_cache(model: PreTrainedModel) -> CachePlan:
 
 def _places(layers: Sequence[Any], before: Sequence[int], new: int, name: str) -> tuple[CachePlace | None, ...]:
     """Of layers that had `before` tokens and were given `new` ones."""
-    kinds, places = transformers.cache_utils, list[CachePlace | None]()
+    kinds = transformers.cache_utils.DynamicLayer, transformers.cache_utils.DynamicSlidingWindowLayer
+    places = list[CachePlace | None]()
     for layer, length in zip(layers, before, strict=True):
         grown = _length(layer) - length
-        if grown not in (0, new) or (
-            _length(layer) and type(layer) not in (kinds.DynamicLayer, kinds.DynamicSlidingWindowLayer)
-        ):
+        if grown not in (0, new) or (_length(layer) and type(layer) not in kinds):
             raise UnsupportedModelError(f"{name} caches more than keys and values")
         if not grown:
             places.append(None)
@@ -271,10 +269,9 @@ def _merged(
             merged[name] = _batch_cache(sequences, group)
         elif name == "encoder_outputs":
             rows = [each.last_hidden_state for each in values]
+            masks = [row.new_ones(1, row.shape[1], dtype=torch.int64) for row in rows]
             merged[name] = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=_joined(rows, dim=1))
-            merged["attention_mask"] = _joined(
-                [row.new_ones(1, row.shape[1], dtype=torch.int64) for row in rows], dim=1
-            )
+            merged["attention_mask"] = _joined(masks, dim=1)
         elif isinstance(value, torch.Tensor):
             many = name.endswith("position_ids") and value.ndim == 3
             merged[name] = torch.cat(values, dim=1 if many else 0)

@@ -78,8 +78,8 @@ class GroupedMultimodalLM(OwnCacheMultimodalLM):
             ) from error
         if model.device.type != "meta":
             logger.warning(
-                "%s is served by its own forward, prompts one by one and generated tokens of sequences %sat a time, which "
-                "is slower than in a flattened batch and without prefix reuse%s",
+                "%s is served by its own forward, prompts one by one and generated tokens of sequences %sat a time, "
+                "which is slower than in a flattened batch and without prefix reuse%s",
                 name,
                 "" if self.spec.padded_groups else "of one length ",
                 reason and f": {reason}",

@@ -1,7 +1,7 @@
 """A multimodal LM as `transformers` itself runs it, one sequence at a time, prompt and media whole: slow, and exact.
 
-For models that run neither in a flattened batch nor in groups (`grouped.py`): caches that hold more than keys and values,
-or more tokens than the prompt has, and state in the model's own modules.
+For models that run neither in a flattened batch nor in groups (`grouped.py`): caches that hold more than keys and
+values, or more tokens than the prompt has, and state in the model's own modules.
 """
 
 from __future__ import annotations
