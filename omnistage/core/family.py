@@ -112,6 +112,15 @@ class AudioLimits(Protocol):
 
 
 @runtime_checkable
+class ClipRate(Protocol):
+    """An input processor whose messages hold clips at a rate of its own."""
+
+    @property
+    def clip_rate(self) -> int:
+        """Samples a second of the clips in messages."""
+
+
+@runtime_checkable
 class VoicePrompts(Protocol):
     """An input processor whose prompts name the voice, and hold clips at a rate of their own. Thread-safe."""
 

@@ -188,6 +188,20 @@ def test_clips_that_are_too_long_are_refused(checkpoint_of: Callable[..., Path])
         processor.chat([ChatMessage("user", (AudioPart(AudioClip(samples, 16_000)),))])
 
 
+def test_clips_come_at_the_rate_that_the_model_hears(checkpoint_of: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint_of("multimodal_lm", "qwen2_audio"), folder)
+    for path in folder.glob("*process*.json"):
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings.get("feature_extractor", settings).update(sampling_rate=24_000, chunk_length=20, n_samples=480_000)
+        path.write_text(json.dumps(settings), encoding="utf-8")
+    assert MultimodalProcessor.load(folder).clip_rate == 24_000
+    clip = AudioClip(sample_media(Modality.AUDIO, 0, 44_100)[1], 44_100)
+    with Omni(folder, device="cpu", progress=False) as omni:
+        [output] = omni.chat([[{"role": "user", "content": [{"type": "audio", "audio": clip}]}]], GREEDY, progress=False)
+    assert output.error is None
+
+
 def test_the_sound_of_a_video_is_refused(qwen: MultimodalProcessor) -> None:
     clip = sample_media(Modality.VIDEO, 0, 16_000)[1]
     with pytest.raises(InvalidRequestError, match="audio of videos"):

@@ -112,8 +112,12 @@ class OwnCacheMultimodalLM(OwnCacheLM):
         except (OmniError, *MODEL_ERRORS) as error:
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             raise UnsupportedModelError(f"{name}: {STOCK_FAILURE} ({reason[:200]})") from error
-        # Not by the first token alone: a model that hears as it writes, as Kyutai's, has heard nothing then.
-        if all(torch.equal(mine, theirs) for mine, theirs in zip(logits, others, strict=True)):
+        if torch.equal(logits[0], others[0]):
+            if any(not torch.equal(mine, theirs) for mine, theirs in zip(logits, others, strict=True)):
+                raise UnsupportedModelError(
+                    f"{name}: its first token does not depend on the {kind}: it takes media while it answers, and ends "
+                    "with them, which is not served"
+                )
             raise UnsupportedModelError(f"{name}: transformers begins the same answer whatever the {kind} is")
         return prompt
 

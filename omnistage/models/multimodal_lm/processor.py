@@ -183,6 +183,10 @@ class MultimodalProcessor:
         samples = getattr(extractor, "n_samples", None)
         return _MIN_SECONDS, samples / self.items.audio_rate if samples else float("inf")
 
+    @property
+    def clip_rate(self) -> int:
+        return self.items.audio_rate
+
     def takes_several(self, kind: Modality) -> bool:
         """Whether a chat may have more than one item of this kind."""
         return kind in self._placeholders and kind not in self._single
