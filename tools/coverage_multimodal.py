@@ -2,11 +2,12 @@
 
 Each type gets a small random checkpoint with its own processor, is loaded and served as a user's would be (`Omni`), and
 is compared with transformers' own `generate`, one chat at a time: six chats at once with no, one and two items of each
-kind of media, greedy, prefill in chunks, and the same chats again from the prefix cache. States are those of
-`coverage.py`.
+kind of media, greedy, prefill in chunks, the same chats again from the prefix cache, and again with so few blocks that
+some are preempted. States are those of `coverage.py`.
 
 python tools/coverage_multimodal.py llava qwen3_vl             these types
 python tools/coverage_multimodal.py --all --markdown docs/multimodal_coverage.md
+python tools/coverage_multimodal.py llava --markdown docs/multimodal_coverage.md    its row anew
 python tools/coverage_multimodal.py --all --part 1/2 --json out/part1.json
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import re
 import sys
 import tempfile
 import time
@@ -48,10 +50,10 @@ FAMILIES = ("qwen2_5_omni", "qwen3_omni_moe")
 OVERRIDES = (
     "thinker.budget.prefill_chunk=16",
     "thinker.budget.max_batch_tokens=48",
-    "thinker.budget.block_size=8",
-    "thinker.budget.kv_blocks=1600",
     "thinker.budget.max_model_len=8192",
 )
+BLOCK, MANY_BLOCKS = 8, 1600
+_ROW = re.compile(r"^\| ([\w.-]+) \| (\w+) \| (.*) \|$", re.MULTILINE)
 
 
 def _tool(name: str) -> ModuleType:
@@ -110,16 +112,15 @@ def _verified(model_type: str, seed: int) -> Any:
 
 
 def _compare(model_type: str, folder: Path, seed: int) -> Any:
-    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, logprobs=0)
-    got: list[Any] = []
-    with Omni(folder, device="cpu", dtype="float32", overrides=OVERRIDES, progress=False) as omni:
+    with _opened(folder, MANY_BLOCKS) as omni:
         stage = omni.orchestrator.stages["thinker"]
         component = stage.component if isinstance(stage, ARStage) else None
         if not isinstance(component, (MultimodalLM, OwnCacheMultimodalLM)):
             return causal.Outcome(model_type, "refused", "served by a family of its own")
         without, processor, text_alone = component.unsupported, MultimodalProcessor.load(folder), True
+        if component.spec.whole_media:
+            processor.use_whole_prompts(rows=isinstance(component, MultimodalLM))
         if isinstance(component, OwnCacheMultimodalLM):
-            processor.use_whole_prompts()
             text_alone = component.takes_text_alone
         chats, expected = _reference(
             folder, processor, make_chats(processor, CHATS, seed, without, text_alone=text_alone)
@@ -127,20 +128,35 @@ def _compare(model_type: str, folder: Path, seed: int) -> Any:
         if len(chats) < CHATS - 1:
             return causal.Outcome(model_type, "unbuilt", "transformers itself cannot answer chats with its media")
         sent = [[as_sent(message) for message in chat] for chat in chats]
-        for _ in range(2):
-            for output in omni.chat(sent, params, progress=False):
-                if output.error is not None:
-                    raise RuntimeError(f"while generating: {output.error}") from output.error
-                logprobs = output.outputs[0].logprobs or []
-                got.append(causal.Answer(output.token_ids, [item.chosen.logprob for item in logprobs]))
+        got = _answers(omni, sent) + _answers(omni, sent)
+    longest = max(len(processor.chat(chat).token_ids) for chat in chats)
+    with _opened(folder, (longest + NEW_TOKENS) // BLOCK + 2) as omni:
+        got += _answers(omni, sent)
+        preemptions = omni.stats().stages["thinker"].preemptions
     answers = [causal.Answer(answer.token_ids, answer.logprobs) for answer in expected]
-    outcome = causal.judge(model_type, answers, got, "float32")
+    outcome = replace(causal.judge(model_type, answers, got, "float32"), preemptions=preemptions)
     kinds = ", ".join(sorted(processor.input_modalities - {Modality.TEXT, *without}))
     refused = "".join(f"; {kind} refused: {reason}" for kind, reason in without.items())
     if outcome.state != "exact":
         return outcome
-    state = "fallback" if isinstance(component, OwnCacheMultimodalLM) else "exact"
-    return replace(outcome, state=state, reason=kinds + ("" if text_alone else ", never text alone") + refused)
+    one_by_one = isinstance(component, OwnCacheMultimodalLM) and not component.spec.grouped
+    notes = ("" if text_alone else ", never text alone") + (", in groups" if component.spec.grouped else "")
+    return replace(outcome, state="fallback" if one_by_one else "exact", reason=kinds + notes + refused)
+
+
+def _opened(folder: Path, blocks: int) -> Omni:
+    overrides = (*OVERRIDES, f"thinker.budget.block_size={BLOCK}", f"thinker.budget.kv_blocks={blocks}")
+    return Omni(folder, device="cpu", dtype="float32", overrides=overrides, progress=False)
+
+
+def _answers(omni: Omni, chats: Sequence[Any]) -> list[Any]:
+    params, answers = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, logprobs=0), []
+    for output in omni.chat(chats, params, progress=False):
+        if output.error is not None:
+            raise RuntimeError(f"while generating: {output.error}") from output.error
+        logprobs = output.outputs[0].logprobs or []
+        answers.append(causal.Answer(output.token_ids, [item.chosen.logprob for item in logprobs]))
+    return answers
 
 
 def _reference(folder: Path, processor: MultimodalProcessor, chats: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -163,8 +179,8 @@ def as_markdown(outcomes: Sequence[Any]) -> str:
         "",
         "By `python tools/coverage_multimodal.py --all --markdown docs/multimodal_coverage.md`: small random",
         "checkpoints with the type's own processor, six chats at once with up to two items of each kind of media,",
-        "greedy, prefill in chunks, prefix cache. Tokens and log probabilities are compared with those of `generate`,",
-        "one chat at a time.",
+        "greedy, prefill in chunks, prefix cache, preemption. Tokens and log probabilities are compared with those of",
+        "`generate`, one chat at a time. `in groups`: whole prompts, and generated tokens of all sequences at once.",
         "`fallback` is as exact, one sequence at a time with transformers' own forward and cache.",
         "`unbuilt` says nothing of a published checkpoint: no small one could be made here. How it works:",
         "[multimodal models](multimodal_models.md).",
@@ -182,6 +198,15 @@ def as_markdown(outcomes: Sequence[Any]) -> str:
             reason = row.reason.replace("|", "\\|").replace("<", "&lt;")
             lines.append(f"| {row.model_type} | {row.state} | {reason} |")
     return "\n".join(lines) + "\n"
+
+
+def _with_rows_of(page: Path, outcomes: Sequence[Any]) -> list[Any]:
+    """`outcomes`, and what the page says of other types."""
+    new = {outcome.model_type for outcome in outcomes}
+    rows = _ROW.findall(page.read_text(encoding="utf-8")) if page.exists() else []
+    kept = [(name, state, reason) for name, state, reason in rows if name not in {*new, "model_type"}]
+    texts = ((name, state, reason.replace("\\|", "|").replace("&lt;", "<")) for name, state, reason in kept)
+    return [*outcomes, *(causal.Outcome(*row) for row in texts)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -212,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
     if args.markdown:
-        args.markdown.write_text(as_markdown(outcomes))
+        args.markdown.write_text(as_markdown(_with_rows_of(args.markdown, outcomes)), encoding="utf-8")
     return 1 if any(outcome.state in ("wrong", "crashed") for outcome in outcomes) else 0
 
 

@@ -180,6 +180,9 @@ def _randomise(model: Any, seed: int) -> None:
             else:
                 fan_in = parameter[0].numel() if parameter.ndim > 2 else parameter.shape[-1]
                 parameter.copy_(noise * 1.2 * fan_in**-0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("codebook.embed_sum"):  # Mimi's, which are zero at first: all codes would sound alike
+                buffer.copy_(torch.randn(buffer.shape, generator=generator))
 
 
 def build_processor(model_type: str, config: Any, folder: Path) -> Any:

@@ -96,8 +96,11 @@ class InputProcessor(Protocol):
 class WholePrompts(Protocol):
     """An input processor that gives media apart from their prompt, unless the entry stage takes none that way."""
 
-    def use_whole_prompts(self) -> None:
-        """Called once, before the first input, where the entry stage runs its sequences one by one."""
+    def use_whole_prompts(self, *, rows: bool = False) -> None:
+        """Called once, before the first input, where the entry stage takes prompts with media as a whole.
+
+        `rows`: as rows for all of their tokens, else as what its model's own forward takes.
+        """
 
 
 @runtime_checkable
@@ -106,6 +109,15 @@ class AudioLimits(Protocol):
 
     def clip_seconds(self) -> tuple[float, float]:
         """The shortest and the longest audio clip that may be one part of a message."""
+
+
+@runtime_checkable
+class ClipRate(Protocol):
+    """An input processor whose messages hold clips at a rate of its own."""
+
+    @property
+    def clip_rate(self) -> int:
+        """Samples a second of the clips in messages."""
 
 
 @runtime_checkable

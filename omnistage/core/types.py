@@ -140,6 +140,9 @@ class ARInput:
     """True: each generated token needs a row of `SideRows` to be computed; the stage waits (starved) without."""
     side_rows: torch.Tensor | None = None
     """`[k, side width]` side rows known already."""
+    both_ways: tuple[tuple[int, ...], ...] = ()
+    """Pairs `(start, end)`, in order: prompt tokens `[start, end)` attend to all of their range, as those of a picture
+    do in some models. Each range is computed in one step."""
 
 
 @dataclass(frozen=True, slots=True)

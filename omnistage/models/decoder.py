@@ -106,5 +106,23 @@ class DecoderComponent(ARComponent):
         out = self.decoder(inputs_embeds=embeds[None], position_ids=places, use_cache=False, paged=paged)
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
 
+    def forward_media(
+        self,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        paged: PagedContext,
+        places: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        out = self.decoder(
+            inputs_embeds=embeds[None],
+            position_ids=positions if self.spec.position_dims == 1 else positions[:, None],
+            use_cache=False,
+            paged=paged,
+            visual_pos_masks=places[None],
+            deepstack_visual_embeds=rows.chunk(self.spec.deep_size // self.spec.embed_size, dim=1),
+        )
+        return out.last_hidden_state[0]  # type: ignore[no-any-return]
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head(hidden)  # type: ignore[no-any-return]

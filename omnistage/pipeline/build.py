@@ -116,8 +116,9 @@ def build_parts(args: OmniEngineArgs, *, progress: bool | Report = True, registr
             group.start(report)
             times.end()
             stages |= group.stages
-        if isinstance(processor, WholePrompts) and stages[graph.order[0]].stats().extra.get("one_by_one"):
-            processor.use_whole_prompts()
+        entry = stages[graph.order[0]].stats().extra
+        if isinstance(processor, WholePrompts) and entry.get("whole_media"):
+            processor.use_whole_prompts(rows=not (entry["one_by_one"] or entry["in_groups"]))
         undo.pop_all()
     return EngineParts(
         graph,

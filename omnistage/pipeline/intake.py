@@ -19,6 +19,7 @@ from omnistage.core.errors import (
 from omnistage.core.family import (
     AnyProcessor,
     AudioLimits,
+    ClipRate,
     DrawingProcessor,
     InputProcessor,
     OptionalInputs,
@@ -243,7 +244,7 @@ class RequestFactory:
                 use_audio_in_video=options.use_audio_in_video,
                 max_clip_seconds=None if self._audio_limits is None else self._audio_limits.clip_seconds()[1],
                 check_kinds=self._check_media,
-                **({} if self._voiced is None else {"audio_rate": self._voiced.clip_rate}),
+                **({"audio_rate": processor.clip_rate} if isinstance(processor, ClipRate) else {}),
             )
             if options.template is not PLAIN_TEMPLATE:
                 return self._templated(messages, options)

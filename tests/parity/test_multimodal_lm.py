@@ -132,7 +132,7 @@ def test_a_checkpoint_whose_template_has_no_place_for_media_is_refused(
         Omni(folder, device="cpu", progress=False)
 
 
-def test_weights_that_merge_media_otherwise_are_not_served_from_the_paged_cache(
+def test_weights_that_merge_media_otherwise_are_not_served_in_a_flattened_batch(
     checkpoint_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The comparison at load can fail: here the rows of every item are changed."""
@@ -141,7 +141,7 @@ def test_weights_that_merge_media_otherwise_are_not_served_from_the_paged_cache(
     plain = MultimodalLM.encode
     monkeypatch.setattr(MultimodalLM, "encode", lambda self, span: plain(self, span) * 1.01)
     with Omni(checkpoint_of("multimodal_lm", "llava"), device="cpu", progress=False) as omni:
-        assert stage_of(omni).stats().extra["one_by_one"] == 1.0
+        assert stage_of(omni).stats().extra["in_groups"] == 1.0
     assert "depend on the rest of the prompt" in caplog.text
 
 
@@ -186,6 +186,20 @@ def test_clips_that_are_too_long_are_refused(checkpoint_of: Callable[..., Path])
     samples = torch.zeros(31 * 16_000).numpy()
     with pytest.raises(LimitExceededError, match="at most 30 s"):
         processor.chat([ChatMessage("user", (AudioPart(AudioClip(samples, 16_000)),))])
+
+
+def test_clips_come_at_the_rate_that_the_model_hears(checkpoint_of: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint_of("multimodal_lm", "qwen2_audio"), folder)
+    for path in folder.glob("*process*.json"):
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings.get("feature_extractor", settings).update(sampling_rate=24_000, chunk_length=20, n_samples=480_000)
+        path.write_text(json.dumps(settings), encoding="utf-8")
+    assert MultimodalProcessor.load(folder).clip_rate == 24_000
+    clip = AudioClip(sample_media(Modality.AUDIO, 0, 44_100)[1], 44_100)
+    with Omni(folder, device="cpu", progress=False) as omni:
+        [output] = omni.chat([[{"role": "user", "content": [{"type": "audio", "audio": clip}]}]], GREEDY, progress=False)
+    assert output.error is None
 
 
 def test_the_sound_of_a_video_is_refused(qwen: MultimodalProcessor) -> None:

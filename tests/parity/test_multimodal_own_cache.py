@@ -1,4 +1,4 @@
-"""Multimodal LMs that the paged engine does not compute: transformers' own forward and cache, behind the same stage."""
+"""Multimodal LMs that the engine's pool cannot hold: transformers' own forward and cache, behind the same stage."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from omnistage.core.params import SamplingParams
 from omnistage.core.types import ARInput, Modality, RequestInfo, StageChunk, StageInput, TokenChunk
 from omnistage.engines.ar.memory import OWN_RUNNING, ar_needs
 from omnistage.engines.ar.stage import ARStage
+from omnistage.models.causal_lm.component import read_model
 from omnistage.models.multimodal_lm.component import load
 from omnistage.models.multimodal_lm.items import sample_media
 from omnistage.models.multimodal_lm.own_cache import OwnCacheMultimodalLM
-from omnistage.models.multimodal_lm.processor import MultimodalProcessor
+from omnistage.models.multimodal_lm.processor import MultimodalProcessor, auto_model
 from omnistage.models.multimodal_lm.verify import as_sent, make_chats, reference_answers
 from omnistage.models.registry import REGISTRY
 from omnistage.omni import Omni
@@ -40,8 +41,13 @@ PROCESSES = ("deployment.placement.head.stages=[thinker]", "deployment.placement
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Gemma 3, whose pictures attend both ways."""
     return write("gemma3", tmp_path_factory.mktemp("gemma3"))
+
+
+@pytest.fixture(scope="module")
+def git(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GIT, whose cache has more tokens than its prompt."""
+    return write("git", tmp_path_factory.mktemp("git"))
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +65,9 @@ def context_of(folder: Path, device: str = "cpu") -> LoadContext:
 
 @pytest.fixture(scope="module")
 def component(gemma: Path) -> OwnCacheMultimodalLM:
-    component = load(context_of(gemma))
-    assert isinstance(component, OwnCacheMultimodalLM)
-    return component
+    context, processor = context_of(gemma), MultimodalProcessor.load(gemma)
+    processor.use_whole_prompts()
+    return OwnCacheMultimodalLM(*read_model(context, auto_model("gemma3")), processor)
 
 
 def picture(number: int = 0) -> ImagePart:
@@ -83,17 +89,17 @@ def answers(omni: Omni, chats: Sequence[Any]) -> list[Any]:
     return outputs
 
 
-def test_chats_at_once_in_processes_and_preempted_are_answered_as_by_transformers(
-    gemma: Path, processor: MultimodalProcessor
-) -> None:
+def test_chats_at_once_in_processes_and_preempted_are_answered_as_by_transformers(git: Path) -> None:
+    processor = MultimodalProcessor.load(git)
+    processor.use_whole_prompts()
     chats = make_chats(processor, 4, seed=1)
-    expected = reference_answers(gemma, processor, chats, GREEDY.max_tokens)
+    expected = reference_answers(git, processor, chats, GREEDY.max_tokens)
     assert len({tuple(answer.token_ids) for answer in expected}) == len(chats)
     sent = [[as_sent(message) for message in chat] for chat in chats]
     longest = max(len(processor.chat(chat).token_ids) for chat in chats)
-    few = f"thinker.budget.kv_blocks={(longest + GREEDY.max_tokens) // 8 + 4}"
+    few = f"thinker.budget.kv_blocks={(longest + GREEDY.max_tokens) // 8 + 1}"
     for overrides in ((*SMALL_STEPS, few), PROCESSES):
-        with Omni(gemma, device="cpu", dtype="float32", overrides=overrides, progress=False) as omni:
+        with Omni(git, device="cpu", dtype="float32", overrides=overrides, progress=False) as omni:
             for output, answer in zip(answers(omni, sent), expected, strict=True):
                 assert output.token_ids == answer.token_ids
                 logprobs = [item.chosen.logprob for item in output.outputs[0].logprobs or []]
@@ -134,11 +140,12 @@ def test_an_abort_gives_the_state_back(component: OwnCacheMultimodalLM, processo
     assert not stage.runner._states  # type: ignore[attr-defined]
 
 
-def test_it_says_that_it_is_slow_and_why(gemma: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_says_that_it_is_slow_and_why(git: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        load(context_of(gemma))
+        load(context_of(git))
     assert "one sequence at a time" in caplog.text
-    assert "mask of its own" in caplog.text
+    assert "attention in its own code" in caplog.text
+    assert "caches [22] tokens for a prompt of 5" in caplog.text
 
 
 def test_sequences_are_few_and_the_memory_plan_has_their_states(component: OwnCacheMultimodalLM) -> None:
@@ -181,7 +188,7 @@ def test_kinds_and_texts_that_a_model_does_not_answer_are_refused(
 
 
 def test_a_model_whose_answers_do_not_depend_on_its_pictures_is_refused(
-    gemma: Path, monkeypatch: pytest.MonkeyPatch
+    git: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = OwnCacheMultimodalLM._on_device
 
@@ -190,11 +197,11 @@ def test_a_model_whose_answers_do_not_depend_on_its_pictures_is_refused(
 
     monkeypatch.setattr(OwnCacheMultimodalLM, "_on_device", blind)
     with pytest.raises(OmniError, match="same answer whatever the image is"):
-        load(context_of(gemma))
+        load(context_of(git))
 
 
-def test_a_model_without_a_chat_template_gets_the_texts_and_one_picture(tmp_path: Path) -> None:
-    with Omni(write("git", tmp_path), device="cpu", dtype="float32", progress=False) as omni:
+def test_a_model_without_a_chat_template_gets_the_texts_and_one_picture(git: Path) -> None:
+    with Omni(git, device="cpu", dtype="float32", progress=False) as omni:
         one, two = ([as_sent(ChatMessage("user", (TextPart("a b"), picture(n))))] for n in (0, 2))
         first, second = answers(omni, [one, two])
         assert first.token_ids != second.token_ids

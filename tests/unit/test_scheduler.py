@@ -90,6 +90,7 @@ class Simulator:
         media: dict[int, bytes] | None = None,
         cacheable: bool = True,
         runs_ahead: bool = True,
+        both_ways: tuple[tuple[int, int], ...] = (),
     ) -> None:
         media = media or {}
 
@@ -104,6 +105,7 @@ class Simulator:
             side_rows=None if side_rows is None else float(side_rows),
             media_keys=media_keys if media else None,
             cacheable=cacheable and side_rows is None,
+            both_ways=both_ways,
             max_length=len(prompt) + limit,
             ahead=runs_ahead,
         )
@@ -157,10 +159,14 @@ class Simulator:
         for item in output.batch:
             mine = self.live[item.key]
             assert mine.started == 1
-            assert 1 <= item.count <= self.chunk
+            ranges = mine.state.both_ways
+            assert 1 <= item.count <= max(self.chunk, *(end - start for start, end in ranges), 0)
             if mine.computed == 0:  # admitted now: it may stand on blocks that others wrote
                 assert item.start % self.pool.block_size == 0
                 mine.computed = item.start
+            for start, end in ranges:
+                edges = item.start, item.start + item.count
+                assert not any(start < edge < end for edge in edges), "a range that attends both ways is cut"
             assert item.start == mine.computed, "the range does not begin where the computed part ends"
             assert item.start + item.count <= ready[item.key], "scheduled past what is ready"
             assert item.sample == (item.start + item.count == len(mine.tokens))
@@ -833,6 +839,33 @@ def test_work_that_did_not_fit_is_work_again_once_another_is_gone() -> None:
 # ---------------------------------------------------------------------------------------- state machine
 
 
+def test_ranges_that_attend_both_ways_are_computed_in_one_step_each() -> None:
+    sim = Simulator(blocks=20, size=4, budget=8, chunk=3)
+    sim.add("pictures", [0, 1] * 10, both_ways=((2, 7), (7, 9), (14, 20)))
+    cuts = [(item.start, item.count) for _ in range(7) for item in sim.step().batch if item.start < 20]
+    assert cuts == [(0, 2), (2, 5), (7, 3), (10, 3), (13, 1), (14, 6)]
+
+
+def test_no_prefix_ends_within_a_range_that_attends_both_ways() -> None:
+    sim = Simulator(blocks=20, size=4, budget=16)
+    for name in ("first", "second"):
+        sim.add(name, [0, 1] * 8, both_ways=((6, 11), (11, 14)))
+        [item] = sim.step().batch
+        sim.drain()
+    assert (item.start, item.count) == (4, 12)  # of three blocks, the third ends in a range, and the second too
+
+
+def test_others_do_not_take_a_step_from_one_whose_range_does_not_fit_beside_them() -> None:
+    sim = Simulator(blocks=20, size=4, budget=6, max_running=4)
+    sim.add("short", [0] * 3, limit=4)
+    sim.step()
+    sim.add("picture", [1] * 8, both_ways=((0, 6),))
+    sim.add("late", [0] * 3)
+    while "short" in sim.live:
+        assert {item.key for item in sim.step().batch} == {"short"}
+    assert [(item.key, item.count) for item in sim.step().batch] == [("picture", 6)]
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests come, stream, are aborted and finish in any order, over pools too small for all of them."""
 
@@ -878,6 +911,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         media=st.dictionaries(st.integers(0, 4), st.sampled_from([b"cat", b"dog"]), max_size=2),
         cacheable=st.booleans(),
         runs_ahead=st.booleans(),
+        both_ways=st.none() | st.tuples(st.integers(0, 8), st.integers(2, 6)),
     )
     def add(
         self,
@@ -888,8 +922,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         media: dict[int, bytes],
         cacheable: bool,
         runs_ahead: bool,
+        both_ways: tuple[int, int] | None,
     ) -> None:
         prompt = prompt[: self.sim.room]
+        start, length = both_ways or (0, 0)
+        end = min(start + min(length, self.sim.budget), len(prompt))
         limit = min(limit, self.sim.room - len(prompt) + 1)  # the last token is never computed
         self.added += 1
         self.sim.add(
@@ -901,6 +938,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             media={i: key for i, key in media.items() if i < len(prompt)},
             cacheable=cacheable,
             runs_ahead=runs_ahead,
+            both_ways=((start, end),) if start < end else (),
         )
 
     @precondition(lambda self: self.sim.live)

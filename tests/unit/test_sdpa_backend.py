@@ -184,6 +184,32 @@ def test_named_layouts_match_plain_attention(sequences: list[tuple[int, int]], w
     assert_matches(make_scene(sequences), window=window)
 
 
+@pytest.mark.parametrize("window", [None, 4])
+def test_tokens_of_a_range_see_all_of_it_where_attention_looks_ahead(window: int | None) -> None:
+    """Ranges of two sequences, beside one that generates; keys by a mask over all of them."""
+    scene = make_scene([(3, 7), (9, 1), (0, 4)])
+    ends = [np.array([4, 8, 8, 8, 8, 9, 10]), None, np.array([2, 2, 4, 4])]
+    counts = np.array(scene.counts, dtype=np.int32)
+    lengths = np.array([len(keys) for keys, _ in scene.histories], dtype=np.int32)
+    layout = BatchLayout(counts, lengths, scene.slots, [np.zeros(1, dtype=np.int32)] * 3, ends)
+    scene.paged.plan = scene.paged.backend.plan(layout, CPU)
+    causal = scene.run(scale=0.3, window=window)
+    torch.testing.assert_close(causal.double(), scene.expected(scale=0.3, window=window), rtol=1e-5, atol=1e-5)
+    got, offset = scene.run(scale=0.3, window=window, ahead=True), 0
+    for (keys, values), count, own in zip(scene.histories, scene.counts, ends, strict=True):
+        places = torch.arange(len(keys))
+        rows = places[-count:, None]
+        seen = places < (rows + 1 if own is None else torch.from_numpy(own)[:, None])
+        seen &= places > rows - (window or len(keys))
+        k, v = (part.repeat_interleave(2, dim=1) for part in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", scene.query[offset : offset + count], k) * 0.3
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        expected = torch.einsum("hqk,khd->qhd", weights, v)
+        torch.testing.assert_close(got[offset : offset + count], expected, rtol=1e-4, atol=1e-5)
+        offset += count
+    assert not torch.equal(got, causal)
+
+
 def test_one_plan_serves_layers_with_and_without_a_window() -> None:
     scene = make_scene([(9, 1), (4, 1), (3, 5)])
     for window in (None, 3, None, 4, 3):

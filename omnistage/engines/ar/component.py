@@ -15,6 +15,7 @@ from omnistage.core.errors import StageError, UnsupportedModelError
 from omnistage.core.types import ARInput, MediaSpan, RequestInfo
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedTokenizerFast
 
     from omnistage.engines.ar.attention import KVCache, PagedContext
@@ -75,6 +76,14 @@ class OwnSequence(ABC):
         """`int64 [T]`, which follow those of the calls before → logits `[V]` of the token after them."""
 
 
+class GroupedSequence(OwnSequence):
+    """A sequence whose prompt its model computes whole, and whose further tokens with those of others."""
+
+    @abstractmethod
+    def begin(self, token_ids: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
+        """A prompt `int64 [T]`, whose keys and values go to `slots` → logits `[V]` of the token after it."""
+
+
 @dataclass(frozen=True, slots=True)
 class ARSpec:
     """Shapes that the engine plans with."""
@@ -121,6 +130,12 @@ class ARSpec:
     """The component takes groups of sequences (`forward_group`) instead of a flattened batch."""
     padded_groups: bool = False
     """They may differ in length."""
+    whole_prompts: bool = False
+    """Each prompt is computed whole, by a sequence of its own, and `advance_group` is called for what they generate."""
+    held_bytes: int = 0
+    """What such a sequence keeps beside its blocks, whatever its length."""
+    whole_media: bool = False
+    """It takes prompts with media as their processor makes them as a whole, not one media item after the other."""
     usual_length: int = 0
     """Tokens of the longest sequence where the budget does not say; 0: `max_length`."""
 
@@ -215,9 +230,15 @@ class ARComponent(ABC):
         raise StageError(f"{type(self).__name__} runs flattened batches")
 
     def open_sequence(self, media: Sequence[MediaSpan] = ()) -> OwnSequence:
-        """A new sequence, where there is an `own_state`; nothing else of a forward is called then."""
+        """A new sequence, where there is an `own_state` or prompts are computed whole, then a `GroupedSequence`."""
         del media
         raise StageError(f"{type(self).__name__} keeps its sequences in the engine's pool")
+
+    def advance_group(
+        self, sequences: Sequence[GroupedSequence], token_ids: torch.Tensor, slots: Sequence[np.ndarray]
+    ) -> torch.Tensor:
+        """One more token `int64 [B]` of each sequence → logits `[B, V]`; `slots` are those of all their tokens."""
+        raise StageError(f"{type(self).__name__} takes its prompts in chunks")
 
     def forward_media(
         self,

@@ -84,7 +84,7 @@ def effective_budget(component: ARComponent, budget: ARBudget) -> ARBudget:
     """The budget without what does not apply to sequences with a state of their own.
 
     That state cannot be shared: a recurrent one holds all tokens at once, and nobody keeps it for a prefix. Where the
-    component keeps it itself, blocks only count its tokens.
+    component keeps it itself, blocks only count its tokens. Nor is a prefix used where prompts are computed whole.
     """
     own = component.spec.own_state
     if budget.kv_dtype == "float8":
@@ -94,6 +94,8 @@ def effective_budget(component: ARComponent, budget: ARBudget) -> ARBudget:
             tokens = max(budget.max_batch_tokens, MIN_UNCUT_TOKENS)
             chunk = None if budget.prefill_chunk is None else max(budget.prefill_chunk, MIN_UNCUT_TOKENS)
             return budget.model_copy(update={"max_batch_tokens": tokens, "prefill_chunk": chunk, **_NOT_SHARED})
+        if component.spec.whole_prompts:
+            return budget.model_copy(update=_NOT_SHARED)
         return budget.model_copy(update={"cuda_graphs": False}) if component.spec.grouped else budget
     running = 1 if own.alone else min(budget.max_running, OWN_RUNNING)
     return budget.model_copy(update={"max_running": running, **_NOT_SHARED})
@@ -201,17 +203,17 @@ def ar_needs(component: ARComponent, budget: ARBudget, *, cuda: bool) -> ARNeeds
     rows = min(budget.max_running, budget.max_batch_tokens)
     media = component.media_bytes(max_length) // max_length
     own = component.spec.own_state
+    whole = own is not None or component.spec.whole_prompts
     # On the CPU experts are computed one by one.
     experts = max((expansion_bytes(module) for module in component.modules), default=0) if cuda else 0
     copies = packed_copies(component) if not cuda and packs(component, budget) else 0
     merge_as_planned(component, budget, cuda=cuda)
     memory = StageMemory(
         weights=weight_bytes(component.modules) + copies,
-        # Where sequences run one by one, a prompt is computed whole.
-        activations=_step_bytes(component, budget.max_batch_tokens if own is None else max_length, rows) + experts,
+        activations=_step_bytes(component, max_length if whole else budget.max_batch_tokens, rows) + experts,
         graphs=_graph_bytes(component, budget, max_length) + experts if cuda and budget.cuda_graphs else 0,
-        caches=(budget.encoder_cache if media and own is None else 0)
-        + component.spec.state_bytes * budget.max_running
+        caches=(budget.encoder_cache if media and not whole else 0)
+        + (component.spec.state_bytes + component.spec.held_bytes) * budget.max_running
         + (0 if own is None else own.fixed_bytes * budget.max_running),
     )
     fixed = None if fixed is None else min(fixed, useful)
@@ -236,10 +238,10 @@ def _step_bytes(component: ARComponent, tokens: int, rows: int) -> int:
     bind_caches(component.attention_modules, spec.empty_caches(1, 1, lambda shape: zeros(shape, META, component.dtype)))
     try:
         with _few_layers(component.decoder):
-            if spec.grouped:
-                peak = _group_bytes(component, tokens)
+            if spec.own_state is not None or spec.whole_prompts:
+                peak = _prompt_bytes(component, tokens)
             else:
-                peak = peak_bytes(step) if spec.own_state is None else _prompt_bytes(component, tokens)
+                peak = _group_bytes(component, tokens) if spec.grouped else peak_bytes(step)
     except (NotImplementedError, RuntimeError, TypeError, ValueError, AttributeError, LookupError):
         # It looks at its data, like a router of experts, a layer needs one that was left out, or the model will turn
         # out to need transformers' own cache.
@@ -255,7 +257,7 @@ def _group_bytes(component: ARComponent, tokens: int) -> int:
 
 
 def _prompt_bytes(component: ARComponent, tokens: int) -> int:
-    """Peak of a whole prompt where sequences run one by one, from short ones: recurrent layers may loop over tokens."""
+    """Peak of a prompt that is computed whole, from short ones: recurrent layers may loop over tokens."""
 
     def peak(count: int) -> int:
         ids = torch.empty(count, dtype=torch.int64, device=META)

@@ -11,6 +11,7 @@ import torch
 from omnistage.core.errors import InternalError
 from omnistage.core.types import ARInput
 from omnistage.engines.adapters.library import NOTHING, Selection
+from omnistage.engines.ar.scheduler import ScheduledSequence
 
 _EMPTY_SLOTS = np.empty(0, dtype=np.int64)
 _EMPTY_TABLE = np.empty(0, dtype=np.int32)
@@ -104,6 +105,18 @@ class SequenceRows:
             return self.positions[:, index]
         return index + self.payload.position_delta
 
+    def ends(self, start: int, end: int) -> np.ndarray | None:
+        """Past the last token that each of the tokens [start, end) sees; None where that is itself for all."""
+        ranges = [(first, last) for first, last in self.payload.both_ways if first < end and last > start]
+        if not ranges:
+            return None
+        ends = np.arange(start, end) + 1
+        for first, last in ranges:
+            if first < start or last > end:
+                raise InternalError(f"tokens of sequence {self.key!r} that attend both ways were cut at {start}, {end}")
+            ends[first - start : last - start] = last
+        return ends
+
     def fill_positions(self, out: np.ndarray, start: int, end: int) -> None:
         """Write the positions of tokens [start, end) into `out [dims, end - start]`."""
         known_length = self.prompt_length if self.positions is None else self.positions.shape[1]
@@ -157,3 +170,11 @@ class SequenceRows:
                 raise InternalError(f"sequence {self.key!r} was scheduled past its side rows")
             step = -1
         return self.side[step]
+
+
+def ends_of(batch: Sequence[ScheduledSequence], sequences: Sequence[SequenceRows]) -> list[np.ndarray | None] | None:
+    """`BatchLayout.ends` of a batch; None where no token of it sees a later one."""
+    if not any(rows.payload.both_ways for rows in sequences):
+        return None
+    ends = [rows.ends(item.start, item.start + item.count) for item, rows in zip(batch, sequences, strict=True)]
+    return None if all(each is None for each in ends) else ends

@@ -27,7 +27,7 @@ from omnistage.engines.ar.graphs import DecodeGraphs, StepTensors
 from omnistage.engines.ar.memory import zeros
 from omnistage.engines.ar.prefill_graphs import PrefillGraphs, PromptStep
 from omnistage.engines.ar.residual import CodePredictor
-from omnistage.engines.ar.rows import UNREAD, SequenceRows
+from omnistage.engines.ar.rows import UNREAD, SequenceRows, ends_of
 from omnistage.engines.ar.sampling.device_selection import has_kernels
 from omnistage.engines.ar.sampling.sampler import PendingTokens, Sampled, Sampler
 from omnistage.engines.ar.sampling.selection import FAILED
@@ -363,12 +363,13 @@ class Runner:
             np.array([item.start + item.count for item in batch], dtype=np.int32),
             [rows.slots for rows in sequences],
             [rows.table for rows in sequences],
+            ends_of(batch, sequences),
         )
         places = packed[2 * total :].view(-1, total)
         if fractional:
             places = places.view(torch.float64)
         computed = None
-        if deep is None and self.prefill_graphs is not None:
+        if deep is None and self.prefill_graphs is not None and layout.ends is None:
             computed = self.prefill_graphs.run(PromptStep(embeds, places, slot_mapping, media, layout))
         if deep is None and self.scripts is not None:
             hidden = self.scripts.run(embeds, places, slot_mapping, layout)

@@ -46,6 +46,8 @@ class SequenceState:
     """False when the content is not determined by token ids and media (prompt embeddings, side rows)."""
     cacheable_length: float = float("inf")
     """Tokens, from the first on, of which it is determined by them."""
+    both_ways: Sequence[tuple[int, ...]] = ()
+    """Pairs of the start and the end of what is computed in one step, in order."""
     max_length: float = float("inf")
     """It ends with this many tokens, if not before."""
     ahead: bool = True
@@ -201,9 +203,7 @@ class Scheduler:
         for state in list(self._running):
             if budget == 0:
                 break
-            count = min(state.pending, budget, self._prefill_chunk)
-            if not self._cut_pairs:
-                count = self._uncut(state, count)
+            count = self._chunk(state, budget)
             if not count or not state.running:  # evicted a moment ago
                 continue
             end = state.computed + count
@@ -258,8 +258,12 @@ class Scheduler:
             if len(self._running) >= self._max_running and not self._evict_for(state, preempted, batch):
                 return
             cached = self._reuse_prefix(state)
-            count = min(state.pending, budget, self._prefill_chunk)
-            if not self._cut_pairs and not (count := self._uncut(state, count)):
+            count = self._chunk(state, budget)
+            if not count:
+                self.pool.release(cached)
+                state.blocks, state.computed = [], 0
+                if state.both_ways:  # else others take what it needs of a step, for as long as they come
+                    return
                 continue
             end = state.computed + count
             while not self._try_grow(state, end):
@@ -284,6 +288,16 @@ class Scheduler:
     def _has_slots(self, state: SequenceState) -> bool:
         """Whether its adapters fit on the device beside those of the running sequences."""
         return len(state.adapters.union(*(other.adapters for other in self._running))) <= self._adapter_slots
+
+    def _chunk(self, state: SequenceState, budget: int) -> int:
+        """How many tokens of a sequence come next."""
+        count = min(state.pending, budget, self._prefill_chunk)
+        for start, end in state.both_ways:
+            if start < state.computed + count < end:
+                whole = end - state.computed
+                # A range that is longer than a chunk takes what it needs of the step, or waits for the next one.
+                count = start - state.computed or (whole if whole <= budget else 0)
+        return count if self._cut_pairs else self._uncut(state, count)
 
     @staticmethod
     def _uncut(state: SequenceState, count: int) -> int:
@@ -311,6 +325,9 @@ class Scheduler:
         state.extend_hashes(size, len(state.token_ids))
         usable = (len(state.token_ids) - 1) // size
         cached = self.pool.match(state.hashes[:usable])
+        for start, end in reversed(state.both_ways):
+            if start < len(cached) * size < end:
+                cached = cached[: start // size]
         self.pool.acquire(cached)
         state.blocks = list(cached)
         state.computed = len(cached) * size

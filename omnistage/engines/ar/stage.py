@@ -160,6 +160,12 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
                 f"the answer: shorten it{self._advice}",
                 param="prompt",
             )
+        longest = max((end - start for start, end in payload.both_ways), default=0)
+        if longest > self._budget.max_batch_tokens:
+            raise CapacityError(
+                f"{longest} tokens of one media item must be computed in one step, and stage {self.name!r} computes "
+                f"{self._budget.max_batch_tokens}: raise {self.name}.budget.max_batch_tokens, or send a smaller one"
+            )
         if payload.num_tokens is not None and length + payload.num_tokens > self.max_length:
             raise CapacityError(
                 f"{payload.num_tokens} tokens are needed after the prompt's {length}, and stage {self.name!r} holds "
@@ -239,6 +245,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             cacheable=known and not (stage_input.emit_hidden and component.spec.emit_anew),
             # A frame is more than its first code, by which it would be found.
             cacheable_length=float("inf") if component.spec.residual is None else prompt,
+            both_ways=payload.both_ways,
             max_length=prompt + limit,
             ahead=params.structured is None,  # the mask of its next token depends on the last one
         )
@@ -421,6 +428,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
                 "one_by_one": float(self.component.spec.own_state is not None),
                 "in_groups": float(self.component.spec.grouped),
                 "recurrent": float(bool(self.component.spec.states)),
+                "whole_media": float(self.component.spec.whole_media),
                 "blocks": pool.num_blocks,
                 "blocks_free": pool.free_blocks,
                 "prefix_lookups": pool.lookups,

@@ -68,11 +68,7 @@ class OwnCacheLM(OwnModelLM):
                 raise UnsupportedModelError(
                     f"{name} cannot be served: transformers' own generate fails with it ({type(error).__name__})"
                 ) from error
-            logger.warning(
-                "%s is served slowly, one sequence at a time with transformers' own cache and without prefix reuse%s",
-                name,
-                reason and f": {reason}",
-            )
+            self._warn(name, reason and f": {reason}")
         self.spec = ARSpec(
             num_layers=0,
             num_kv_heads=0,
@@ -83,6 +79,13 @@ class OwnCacheLM(OwnModelLM):
             max_length=max_sequence_length(config),
             usual_length=USUAL_LENGTH,
             own_state=state,
+        )
+
+    def _warn(self, name: str, reason: str) -> None:
+        logger.warning(
+            "%s is served slowly, one sequence at a time with transformers' own cache and without prefix reuse%s",
+            name,
+            reason,
         )
 
     def open_sequence(self, media: Sequence[MediaSpan] = ()) -> OwnSequence:
@@ -160,22 +163,38 @@ class GeneratedSequence(OwnSequence):
         return logits
 
     def _next(self, token_ids: torch.Tensor) -> torch.Tensor:
+        inputs = self.prepare(token_ids)  # it may find another model
+        return self.accept(self._model(**inputs, return_dict=True))
+
+    def prepare(self, token_ids: torch.Tensor) -> dict[str, Any]:
+        """What the model's forward gets for the tokens that come next."""
         first, count = self._ids is None, len(token_ids)
         if self._ids is None:
-            self._model, self._ids, self._arguments = _prepared(self._model, token_ids[None], self._inputs)
+            self._model, self._ids, self._arguments = self._open(token_ids[None])
             self._inputs, count = {}, self._ids.shape[1]
         else:
             self._ids = torch.cat((self._ids, token_ids[None]), dim=1)
         embedded = first and self._arguments.get("inputs_embeds") is not None
-        inputs = self._model.prepare_inputs_for_generation(
+        return self._model.prepare_inputs_for_generation(  # type: ignore[no-any-return]
             self._ids, next_sequence_length=None if embedded else count, is_first_iteration=first, **self._arguments
         )
-        out = self._model(**inputs, return_dict=True)
+
+    def accept(self, out: Any) -> torch.Tensor:
+        """Keep what the next forward needs of this one's output; the logits `[V]` after its last token."""
         self._arguments = self._model._update_model_kwargs_for_generation(
             out, self._arguments, is_encoder_decoder=self._model.config.is_encoder_decoder
         )
         # A copy: the logits of a whole prompt would stay with those of its last token.
         return out.logits[0, -1].clone()  # type: ignore[no-any-return]
+
+    def _open(self, ids: torch.Tensor) -> tuple[PreTrainedModel, torch.Tensor, dict[str, Any]]:
+        """For a prompt `[1, n]`."""
+        return _prepared(self._model, ids, self._inputs)
+
+    @property
+    def cache(self) -> Any:
+        """That which transformers made for it."""
+        return self._arguments["past_key_values"]
 
     def num_bytes(self) -> int:
         """Of its cache."""

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from omnistage.core.errors import UnsupportedModelError
-from omnistage.engines.ar.attention import KVCache, bind_caches
+from omnistage.engines.ar.attention import bind_caches
 from omnistage.engines.ar.component import ARSpec
 from omnistage.engines.ar.group import Group
 from omnistage.hf import transformers
@@ -29,6 +29,7 @@ from omnistage.models.causal_lm.own_model import (
     difference,
     generated,
 )
+from omnistage.models.causal_lm.pooled_cache import CachePlace, PooledLayer, counts_in_cache
 from omnistage.models.causal_lm.probe import in_float32
 from omnistage.models.loading import max_sequence_length, positive
 
@@ -42,44 +43,7 @@ _LONGEST_WINDOW = 2048
 _TOLERANCE, _ROUNDED_TOLERANCE = 1e-4, 0.05
 """Of the logits' range, in float32 and in narrower dtypes: prompts are cut where `generate` computes them whole."""
 
-_Layer = tuple[int, int, int, int | None]
-"""Of transformers' cache: heads, widths of a key and of a value, window."""
-
 logger = logging.getLogger(__name__)
-
-
-class _PooledLayer(transformers.cache_utils.DynamicLayer):  # type: ignore[misc]
-    """transformers' cache of one layer, for the sequences of one group."""
-
-    def __init__(self, cache: KVCache, group: Group, window: int | None) -> None:
-        super().__init__()
-        self._pool, self._group, self._window = [part.view(-1, *part.shape[2:]) for part in cache], group, window
-        self.is_sliding = window is not None
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_options: Any) -> Any:
-        """`[B, heads, count, d]` in, `[B, heads, kept, d]` out."""
-        group = self._group
-        slots = group.slots[:, group.longest - self._kept() :]
-        both = []
-        for pool, new in zip(self._pool, (key_states, value_states), strict=True):
-            pool.index_copy_(0, group.new_slots(), new.transpose(1, 2).reshape(-1, *pool.shape[1:]))
-            kept = pool.index_select(0, slots.reshape(-1)).view(*slots.shape, *pool.shape[1:])
-            both.append(kept.transpose(1, 2).contiguous())
-        self.keys, self.values = both
-        self.is_initialized = True
-        return self.keys, self.values
-
-    def _kept(self) -> int:
-        """Of the longest sequence: all, or what transformers' own cache keeps with a window."""
-        group = self._group
-        return group.longest if self._window is None else min(group.longest, self._window - 1 + group.count)
-
-    def get_seq_length(self) -> int:
-        return self._group.longest - self._group.count
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        del query_length
-        return self._kept(), self._group.longest - self._kept()
 
 
 class OwnForwardLM(OwnModelLM):
@@ -92,12 +56,12 @@ class OwnForwardLM(OwnModelLM):
         super().__init__(model, tokenizer)
         name, vocab_size = type(model).__name__, positive(self.config, "vocab_size")
         self._takes = inspect.signature(model.forward).parameters
-        self._layers: list[_Layer | None] = []
+        self._layers: list[CachePlace | None] = []
         self._holders: list[nn.Module] = []
         try:
             self.spec = self._plan(vocab_size)
             if model.device.type != "meta":
-                padded = self._check(vocab_size) and not _counts_in_cache(model)
+                padded = self._check(vocab_size) and not counts_in_cache(model)
                 self.spec = replace(self.spec, padded_groups=padded)
                 logger.warning(
                     "%s is served by its own forward, %s at a time, which is slower than in a flattened batch%s",
@@ -126,7 +90,7 @@ class OwnForwardLM(OwnModelLM):
         caches: Iterator[Any] = iter([holder.kv_cache for holder in self._holders])
         cache = transformers.DynamicCache()
         cache.layers = [
-            transformers.cache_utils.DynamicLayer() if layer is None else _PooledLayer(next(caches), group, layer[3])
+            transformers.cache_utils.DynamicLayer() if layer is None else PooledLayer(next(caches), group, layer[3])
             for layer in self._layers
         ]
         return self.model(input_ids=token_ids, past_key_values=cache, **inputs).logits[:, -1]  # type: ignore[no-any-return]
@@ -241,14 +205,3 @@ class OwnForwardLM(OwnModelLM):
 def _largest_difference(got: Sequence[Sequence[torch.Tensor]], expected: Sequence[Generated]) -> float:
     pairs = [pair for mine, (_, theirs) in zip(got, expected, strict=True) for pair in zip(mine, theirs, strict=True)]
     return max(difference(mine, theirs) for mine, theirs in pairs)
-
-
-def _counts_in_cache(model: PreTrainedModel) -> bool:
-    """Whether a layer counts tokens in the cache, as Llama 4's do from position 8,192 on: padding would count."""
-    for kind in {type(module) for module in model.modules() if not isinstance(module, transformers.PreTrainedModel)}:
-        try:
-            if "get_seq_length" in inspect.getsource(kind.forward):
-                return True
-        except (OSError, TypeError):  # a module without its source
-            continue
-    return False

@@ -33,6 +33,9 @@ MODEL_ERRORS = (
 )
 """What a model's own code may raise."""
 
+_FORBIDDEN = -1e4
+"""Logits below are of tokens that a model never gives; float16 ends at -65,504."""
+
 Inputs = Mapping[str, torch.Tensor]
 """What a model's forward takes of a prompt beside its token ids."""
 Generated = tuple[torch.Tensor, Sequence[torch.Tensor]]
@@ -103,8 +106,16 @@ def generated(model: PreTrainedModel, ids: torch.Tensor, inputs: Inputs | None =
 
 
 def difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative to the range of `expected`; infinite for other shapes and for what is no number."""
+    """Relative to the range of `expected`; infinite for other shapes and for what is no number.
+
+    Tokens that a model forbids itself have the lowest number there is: they count only where one side forbids them.
+    """
     if logits.shape != expected.shape:
         return float("inf")
-    gap = float((logits.float() - expected.float()).abs().max()) / (float(expected.abs().max()) or 1.0)
-    return gap if gap == gap else float("inf")
+    logits, expected = logits.float(), expected.float()
+    allowed = ~(expected <= _FORBIDDEN)
+    if not torch.equal(~(logits <= _FORBIDDEN), allowed):
+        return float("inf")
+    gap = (logits - expected).masked_fill(~allowed, 0.0)
+    worst = float(gap.abs().max()) / (float(expected.masked_fill(~allowed, 0.0).abs().max()) or 1.0)
+    return worst if worst == worst else float("inf")

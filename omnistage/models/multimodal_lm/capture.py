@@ -28,6 +28,10 @@ _PLAIN = frozenset(
 """Arguments of a decoder that are read here or that the engine has another way for."""
 
 
+class DependentItemsError(UnsupportedModelError):
+    """A media item is not the same in every prompt: it has to be encoded with all that is around it."""
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderInputs:
     """What arrived at the decoder for one prompt of n tokens."""

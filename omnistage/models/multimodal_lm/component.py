@@ -19,18 +19,19 @@ from omnistage.compat import prepare_torchvision
 from omnistage.core.errors import StageError, UnsupportedModalityError, UnsupportedModelError
 from omnistage.core.family import LoadContext
 from omnistage.core.types import ARInput, MediaSpan, Modality, RequestInfo
-from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import ARComponent
 from omnistage.hf import transformers
 from omnistage.models._qwen_omni.positions import vision_bytes
 from omnistage.models.causal_lm.component import CausalLM, read_model
 from omnistage.models.causal_lm.component import load as load_causal_lm
 from omnistage.models.loading import nested_settings, read_auto_config
-from omnistage.models.multimodal_lm.capture import DecoderCapture, DecoderInputs
+from omnistage.models.multimodal_lm.capture import DecoderCapture, DecoderInputs, DependentItemsError
 from omnistage.models.multimodal_lm.processor import MultimodalProcessor, auto_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+    from omnistage.engines.ar.sharding import RankGroup
 
 
 class MultimodalLM(CausalLM):
@@ -53,6 +54,8 @@ class MultimodalLM(CausalLM):
             settings._attn_implementation = implementation
         self.unsupported: dict[Modality, str] = {}
         """Kinds of media that the processor takes and that would not be answered exactly, with the reason."""
+        self.both_ways_ids: frozenset[int] = frozenset()
+        """Token ids of media that attend to later tokens of their run; known once media were tried."""
         self._capture = DecoderCapture(model, self.decoder)
         self._rope = next((module for module in model.modules() if hasattr(module, "get_rope_index")), None)
         vision = getattr(model.config, "vision_config", None)
@@ -88,6 +91,8 @@ class MultimodalLM(CausalLM):
 
     def prepare(self, info: RequestInfo, payload: ARInput) -> ARInput:
         del info
+        if self.both_ways_ids and payload.media:
+            payload = replace(payload, both_ways=self._both_ways(payload))
         if self._rope is None or not payload.media:
             return payload
         ids = torch.tensor([payload.token_ids])
@@ -97,7 +102,27 @@ class MultimodalLM(CausalLM):
         positions, delta = rule(ids, **named)
         return replace(payload, positions=positions[:, 0], position_delta=int(delta))
 
+    def _both_ways(self, payload: ARInput) -> tuple[tuple[int, int], ...]:
+        """The runs of those tokens that attend to later ones of their run, in its media."""
+        where = sorted(place for span in payload.media for place in span.positions.tolist())
+        places = [place for place in where if payload.token_ids[place] in self.both_ways_ids]
+        ranges: list[tuple[int, int]] = []
+        for place in places:
+            first = ranges.pop()[0] if ranges and ranges[-1][1] == place else place
+            ranges.append((first, place + 1))
+        return tuple(ranges)
+
+    def shard(self, group: RankGroup, device: torch.device) -> None:
+        if self.both_ways_ids:
+            raise UnsupportedModelError(
+                f"the pictures of {type(self.model).__name__} attend both ways, which is not computed on several ranks "
+                "yet: set tensor_parallel: 1 for its stage"
+            )
+        super().shard(group, device)
+
     def encode(self, span: MediaSpan) -> torch.Tensor:
+        if not len(span.positions):  # another holds the rows of all
+            return torch.empty(0, self.spec.embed_size, device=self.device, dtype=self.dtype)
         found = self.captured(span.inputs)
         if self.spec.deep_size:
             if found.deep is None:
@@ -122,24 +147,6 @@ class MultimodalLM(CausalLM):
     def media_bytes(self, tokens: int) -> int:
         return encoder_bytes(self.model.config, self.dtype, tokens)
 
-    def forward_media(
-        self,
-        embeds: torch.Tensor,
-        positions: torch.Tensor,
-        paged: PagedContext,
-        places: torch.Tensor,
-        rows: torch.Tensor,
-    ) -> torch.Tensor:
-        out = self.decoder(
-            inputs_embeds=embeds[None],
-            position_ids=positions[:, None] if self.spec.position_dims > 1 else positions,
-            use_cache=False,
-            paged=paged,
-            visual_pos_masks=places[None],
-            deepstack_visual_embeds=rows.chunk(self.spec.deep_size // self.spec.embed_size, dim=1),
-        )
-        return out.last_hidden_state[0]  # type: ignore[no-any-return]
-
 
 def load(context: LoadContext) -> ARComponent:
     """The component of a model folder: on the paged engine, or where that cannot be with transformers' own cache."""
@@ -150,14 +157,27 @@ def load(context: LoadContext) -> ARComponent:
     try:
         return _paged(context, auto, processor)
     except UnsupportedModelError as error:
-        reason = str(error)
+        reason, dependent = str(error), isinstance(error, DependentItemsError)
+    if processor is not None and dependent:
+        gc.collect()  # two copies need not fit
+        processor.use_whole_prompts(rows=True)
+        try:
+            return _paged(context, auto, processor)
+        except UnsupportedModelError as error:
+            reason = str(error)
+    from omnistage.models.multimodal_lm.grouped import GroupedMultimodalLM
     from omnistage.models.multimodal_lm.own_cache import OwnCacheMultimodalLM
 
-    gc.collect()  # two copies need not fit
+    gc.collect()
     if processor is not None:
         processor.use_whole_prompts()
         processor.check_media()
-    return OwnCacheMultimodalLM(*read_model(context, auto), processor, reason=reason)
+    model, tokenizer = read_model(context, auto)
+    try:
+        return GroupedMultimodalLM(model, tokenizer, processor, reason=reason)
+    except UnsupportedModelError as error:
+        reason = f"{reason}; {error}"
+    return OwnCacheMultimodalLM(model, tokenizer, processor, reason=reason)
 
 
 def _paged(context: LoadContext, auto: Any, processor: MultimodalProcessor | None) -> MultimodalLM:
@@ -173,10 +193,13 @@ def _paged(context: LoadContext, auto: Any, processor: MultimodalProcessor | Non
         settings = nested_settings(component.model.config.to_dict())
         ids = {value for name, value in settings if name.endswith(("_id", "_index")) and type(value) is int}
         component.note_placeholders(token for token in ids if 0 <= token < component.spec.vocab_size)
-        component.unsupported = check_media(component, processor)
-        refused = [reason for reason in component.unsupported.values() if STOCK_FAILURE not in reason]
-        if refused and component.spec.states:  # transformers' own cache serves all kinds, as of MiniCPM-V 4.7
-            raise UnsupportedModelError(refused[0])
+        refused = check_media(component, processor)
+        for error in refused.values():
+            # Of a recurrent model transformers' own cache serves all kinds.
+            if isinstance(error, DependentItemsError) or (component.spec.states and STOCK_FAILURE not in error.message):
+                raise error
+        component.spec = replace(component.spec, whole_media=processor.whole)
+        component.unsupported = {kind: error.message for kind, error in refused.items()}
     return component
 
 

@@ -1,12 +1,13 @@
 """A multimodal LM as `transformers` itself runs it, one sequence at a time, prompt and media whole: slow, and exact.
 
-For models that the paged engine does not compute: pictures that attend both ways, cross-attention to media, recurrent
-layers, attention in their own code, decoders behind an encoder.
+For models that run neither in a flattened batch nor in groups (`grouped.py`): caches that hold more than keys and
+values, or more tokens than the prompt has, and state in the model's own modules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,6 +54,7 @@ class OwnCacheMultimodalLM(OwnCacheLM):
         """Kinds of media that the processor takes and the model does not, with the reason."""
         self.takes_text_alone = True
         super().__init__(model, tokenizer, reason=reason)
+        self.spec = replace(self.spec, whole_media=True)
 
     def check(self, info: RequestInfo, payload: ARInput) -> None:
         super().check(info, payload)
@@ -104,19 +106,26 @@ class OwnCacheMultimodalLM(OwnCacheLM):
         name = f"{type(self.model).__name__} with {kind} input"
         try:
             prompt, other = (self._prompt(processor, kind, changed=changed) for changed in (False, True))
-            logits, others = (generated(self.model, *each)[1][0] for each in (prompt, other))
+            logits, others = (generated(self.model, *each)[1] for each in (prompt, other))
         except torch.OutOfMemoryError:
             raise
         except (OmniError, *MODEL_ERRORS) as error:
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             raise UnsupportedModelError(f"{name}: {STOCK_FAILURE} ({reason[:200]})") from error
-        if torch.equal(logits, others):
+        if torch.equal(logits[0], others[0]):
+            if any(not torch.equal(mine, theirs) for mine, theirs in zip(logits, others, strict=True)):
+                raise UnsupportedModelError(
+                    f"{name}: its first token does not depend on the {kind}: it takes media while it answers, and ends "
+                    "with them, which is not served"
+                )
             raise UnsupportedModelError(f"{name}: transformers begins the same answer whatever the {kind} is")
         return prompt
 
-    def _prompt(self, processor: MultimodalProcessor, kind: Modality, *, changed: bool) -> Prompt:
-        count = 2 if processor.takes_several(kind) else 1
-        parts: list[Part] = [TextPart("a b")]
+    def _prompt(
+        self, processor: MultimodalProcessor, kind: Modality, *, changed: bool, words: str = "a b", count: int = 2
+    ) -> Prompt:
+        count = count if processor.takes_several(kind) else 1
+        parts: list[Part] = [TextPart(words)]
         for number in range(count):
             parts += [_part(processor, kind, number, changed), TextPart(f"c {number}")]
         payload = processor.chat([ChatMessage("user", tuple(parts))])

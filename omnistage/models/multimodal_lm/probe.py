@@ -21,7 +21,7 @@ from omnistage.engines.ar.recurrent import StatePool, StateStep
 from omnistage.models.causal_lm.own_model import difference
 from omnistage.models.causal_lm.probe import rounded_tolerance
 from omnistage.models.loading import use_paged_attention
-from omnistage.models.multimodal_lm.capture import DecoderInputs
+from omnistage.models.multimodal_lm.capture import DecoderInputs, DependentItemsError
 from omnistage.models.multimodal_lm.component import MultimodalLM
 from omnistage.models.multimodal_lm.processor import MultimodalProcessor
 from omnistage.models.multimodal_lm.verify import media_part
@@ -33,7 +33,7 @@ STOCK_FAILURE = "transformers' own forward does not take what its processor give
 _FORWARD_ERRORS = (TypeError, IndexError, KeyError, AttributeError, ValueError, RuntimeError, OmniError)
 
 
-def check_media(component: MultimodalLM, processor: MultimodalProcessor) -> dict[Modality, str]:
+def check_media(component: MultimodalLM, processor: MultimodalProcessor) -> dict[Modality, UnsupportedModelError]:
     """Kinds of media whose prompts would be answered otherwise than by transformers, with the reason.
 
     Raises where there is no other kind.
@@ -47,18 +47,21 @@ def check_media(component: MultimodalLM, processor: MultimodalProcessor) -> dict
             refused[kind] = error
     if len(refused) == len(kinds):
         raise refused[kinds[0]]
-    return {kind: error.message for kind, error in refused.items()}
+    return refused
 
 
 def _check_kind(component: MultimodalLM, processor: MultimodalProcessor, kind: Modality) -> None:
     name = f"{type(component.model).__name__} with {kind} input"
     try:
         inputs, payload = _probe_inputs(processor, kind)
-        expected, logits = _stock(name, component, inputs)
+        expected, logits, ranges = _stock(name, component, inputs)
+        component.both_ways_ids |= {payload.token_ids[place] for start, end in ranges for place in range(start, end)}
         component.note_placeholders({payload.token_ids[i] for s in payload.media for i in s.positions.tolist()})
         ours = component.prepare(RequestInfo("probe"), payload)
         rows, deep = _rows(component, ours)
         _compare(name, component, expected, ours, rows, deep)
+        if ours.both_ways != ranges:
+            raise UnsupportedModelError(f"{name}: other tokens than runs of those of media attend to later ones")
         got = _paged_logits(component, ours, rows, deep)
     except UnsupportedModelError:
         raise
@@ -92,7 +95,7 @@ def _probe_inputs(processor: MultimodalProcessor, kind: Modality) -> tuple[dict[
         inputs = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
         ids = tuple(inputs["input_ids"][0].tolist())
         if ids != payload.token_ids:
-            raise UnsupportedModelError(
+            raise DependentItemsError(
                 f"the processor writes other tokens for a chat with {count} {kind} items than for its text and each "
                 "item apart, so items cannot be encoded one by one"
             )
@@ -101,8 +104,13 @@ def _probe_inputs(processor: MultimodalProcessor, kind: Modality) -> tuple[dict[
 
 
 @torch.inference_mode()
-def _stock(name: str, component: MultimodalLM, inputs: dict[str, torch.Tensor]) -> tuple[DecoderInputs, torch.Tensor]:
-    """What transformers hands to the decoder, and its logits `[n, V]`; refuses masks that are not causal."""
+def _stock(
+    name: str, component: MultimodalLM, inputs: dict[str, torch.Tensor]
+) -> tuple[DecoderInputs, torch.Tensor, tuple[tuple[int, int], ...]]:
+    """What transformers hands to the decoder, its logits `[n, V]`, and which tokens attend both ways.
+
+    Refuses other masks.
+    """
     own = component.on_device(inputs)
     model: Any = component.model
     decoder: Any = component.decoder
@@ -110,7 +118,7 @@ def _stock(name: str, component: MultimodalLM, inputs: dict[str, torch.Tensor]) 
         decoder.set_attn_implementation(component.stock_attention)
         logits = model(**own, use_cache=False).logits[0]
         expected = component.captured(inputs)
-        record_attention(model, component.spec.vocab_size, own, decoder)
+        calls = record_attention(model, component.spec.vocab_size, own, decoder, ranges=True)
     except OmniError:
         raise
     except _FORWARD_ERRORS as error:
@@ -118,7 +126,14 @@ def _stock(name: str, component: MultimodalLM, inputs: dict[str, torch.Tensor]) 
         raise UnsupportedModelError(f"{name}: {STOCK_FAILURE} ({reason[:200]})") from error
     finally:
         use_paged_attention(decoder)
-    return expected, logits
+    found = {call.both_ways for call in calls if call.both_ways}
+    if len(found) > 1:
+        raise UnsupportedModelError(f"{name}: other tokens attend both ways in one layer than in another")
+    for call in calls:
+        # Once for any kind of media: a module that looks ahead in none of its ranges sees none.
+        ahead = bool(call.both_ways) or getattr(call.module, "paged_ahead", False)
+        setattr(call.module, "paged_ahead", ahead)  # noqa: B010  (torch types attributes as tensors)
+    return expected, logits, next(iter(found), ())
 
 
 @torch.inference_mode()
@@ -145,7 +160,7 @@ def _compare(
 ) -> None:
     tolerance = _tolerance(component.dtype)
     if (worst := difference(rows, expected.embeds)) >= tolerance:
-        raise UnsupportedModelError(
+        raise DependentItemsError(
             f"{name}: the rows of a media item depend on the rest of the prompt (by {worst:.1e} of their range), so "
             "items cannot be encoded one by one"
         )
@@ -190,9 +205,13 @@ def _paged_logits(
     for span in payload.media:
         media[span.positions] = True
     parts = []
-    for start, end in ((0, count // 2), (count // 2, count - 1), (count - 1, count)):
+    middle = next((first or last for first, last in payload.both_ways if first < count // 2 < last), count // 2)
+    for start, end in ((0, middle), (middle, count - 1), (count - 1, count)):
         queries, length = (np.full(1, n, dtype=np.int32) for n in (end - start, end))
-        layout = BatchLayout(queries, length, [slots], [table])
+        ends = np.arange(start, end) + 1
+        for first, last in payload.both_ways:
+            ends[max(first - start, 0) : max(last - start, 0)] = last
+        layout = BatchLayout(queries, length, [slots], [table], [ends] if payload.both_ways else None)
         where = torch.arange(start, end, device=device)
         paged = current.paged = PagedContext(backend, where, backend.plan(layout, device))
         arguments = embeds[start:end], positions[:, start:end].contiguous(), paged

@@ -65,7 +65,7 @@ class MultimodalProcessor(ChatProcessor):
         self.items = ItemProcessor(processor, self._prompts)
         self._template = ChatTemplate(self._render, tokenizer, parts=True, source=self._chat_template)
         self._message_tokens = self._template.message_tokens(self._prompts.count)
-        self._whole = False
+        self._whole = self._with_rows = False
         self._refusals: dict[Modality, str] = {}
         """Why a sample of a kind could not be given, by the last attempt."""
         self._placeholders = self._find_placeholders()
@@ -85,9 +85,12 @@ class MultimodalProcessor(ChatProcessor):
         vocab_size, embed_size = positive(config, "vocab_size"), positive(config, "hidden_size")
         return cls(load_processor(folder), vocab_size, embed_size, max_sequence_length(config))
 
-    def use_whole_prompts(self) -> None:
-        """Give a chat with media as transformers' processor makes it, for stages that run sequences one by one."""
-        self._whole = True
+    def use_whole_prompts(self, *, rows: bool = False) -> None:
+        """Give a chat with media as transformers' processor makes it, for models whose items depend on each other.
+
+        `rows`: all tokens are one item of media, whose rows go to the decoder.
+        """
+        self._whole, self._with_rows = True, rows
         self._chat_template = self._chat_template or _PLAIN_TEMPLATE
         for kind in KINDS:
             if kind not in self._placeholders:
@@ -97,6 +100,11 @@ class MultimodalProcessor(ChatProcessor):
         self._single = {kind for kind, counts in fitting.items() if counts == [1]}
         self._placeholders = {kind: token for kind, token in self._placeholders.items() if fitting[kind]}
         self.input_modalities = frozenset({Modality.TEXT, *self._placeholders})
+
+    @property
+    def whole(self) -> bool:
+        """It gives chats with media as a whole."""
+        return self._whole
 
     # --------------------------------------------------------------------------------------------- inputs
 
@@ -150,6 +158,10 @@ class MultimodalProcessor(ChatProcessor):
         extractor = self.items.audio_processor
         samples = getattr(extractor, "n_samples", None)
         return _MIN_SECONDS, samples / self.items.audio_rate if samples else float("inf")
+
+    @property
+    def clip_rate(self) -> int:
+        return self.items.audio_rate
 
     def takes_several(self, kind: Modality) -> bool:
         """Whether a chat may have more than one item of this kind."""
@@ -318,7 +330,10 @@ class MultimodalProcessor(ChatProcessor):
         ids, inputs, key = self.items.prompt(rendered, media)
         nowhere = torch.empty(0, dtype=torch.int64)
         spans = [MediaSpan(kind, key, nowhere, {}) for kind in sorted(set(kinds))]
-        return ARInput(ids, media=(replace(spans[0], inputs=inputs), *spans[1:]))
+        if not self._with_rows:
+            return ARInput(ids, media=(replace(spans[0], inputs=inputs), *spans[1:]))
+        first = replace(spans[0], inputs={"input_ids": torch.tensor([ids]), **inputs}, positions=torch.arange(len(ids)))
+        return ARInput(ids, media=(first, *spans[1:]), context=inputs)
 
     def _spliced(self, items: Sequence[MediaItem], pieces: Sequence[str], guarded: GuardedText) -> ARInput:
         text = pieces[0] + "".join(item.text + piece for item, piece in zip(items, pieces[1:], strict=True))

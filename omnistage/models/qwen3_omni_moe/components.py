@@ -79,15 +79,7 @@ class Thinker(OmniThinker):
         places: torch.Tensor,
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        out = self.decoder(
-            inputs_embeds=embeds[None],
-            position_ids=positions[:, None],
-            use_cache=False,
-            paged=paged,
-            visual_pos_masks=places[None],
-            deepstack_visual_embeds=rows.chunk(self.spec.deep_size // self.spec.embed_size, dim=1),
-        )
-        hidden: torch.Tensor = out.last_hidden_state[0]
+        hidden = super().forward_media(embeds, positions, paged, places, rows)
         self._accepted = hidden if self._tapped is None else self._tapped[0]
         return hidden
 

@@ -36,6 +36,9 @@ class BatchLayout:
     """Per sequence, int64 slots of all its tokens (at least `sequence_lengths[i]` of them)."""
     block_tables: list[np.ndarray]
     """Per sequence, int32 blocks."""
+    ends: list[np.ndarray | None] | None = None
+    """Per sequence, int64 `[queries]`: past the last token that each query sees in attention that looks `ahead`; None
+    where that is itself."""
 
 
 @dataclass(slots=True)
@@ -118,6 +121,8 @@ class ScoreOptions(NamedTuple):
     """Bounds the scores by its `tanh`."""
     sinks: torch.Tensor | None = None
     """`[heads]`: scores of a key without a value."""
+    ahead: bool = False
+    """Tokens see later ones up to the `ends` of the layout."""
 
 
 class AttentionBackend(ABC):
@@ -181,7 +186,13 @@ def paged_attention(
         module.kv_cache,  # type: ignore[arg-type]
         paged,
         # The window of the model's own mask, where that was recorded; a module's argument may say something else.
-        ScoreOptions(scale, getattr(module, "paged_window", sliding_window), softcap, s_aux),
+        ScoreOptions(
+            scale,
+            getattr(module, "paged_window", sliding_window),
+            softcap,
+            s_aux,
+            getattr(module, "paged_ahead", False),
+        ),
     )
     return out.unsqueeze(0), None
 

@@ -69,6 +69,8 @@ class AttentionCall:
     """Neither soft caps nor sinks, and values as wide as keys: what every backend computes."""
     shows: MaskFunction | None = None
     """The model's own mask; None: it passes none, and attends to all before."""
+    both_ways: tuple[tuple[int, int], ...] = ()
+    """Ranges `[start, end)` of tokens that see all of their range."""
 
 
 def record_attention(
@@ -78,10 +80,12 @@ def record_attention(
     decoder: PreTrainedModel | None = None,
     *,
     required: bool = True,
+    ranges: bool = False,
 ) -> list[AttentionCall]:
     """The attention calls of a forward of `model`, in order; those of its `decoder` alone, where one is given.
 
-    `required`: a model without any is refused.
+    `required`: a model without any is refused. `ranges`: tokens may see later ones within a range, and the windows of
+    the modules are those that were recorded before.
 
     `inputs` are those of the forward, else it is a short text. The attention implementation is changed by it.
 
@@ -91,7 +95,7 @@ def record_attention(
     name = type(model).__name__
     calls: list[AttentionCall] = []
     (decoder or model).set_attn_implementation(RECORDING_NAME)
-    _current.calls = calls
+    _current.calls, _current.ranges = calls, ranges
     try:
         if inputs is None:
             ids = torch.arange(4, device=model.device)[None] % vocab_size
@@ -135,11 +139,13 @@ def _record(
             f"{where} passes {', '.join(unknown)} to its attention, which the paged engine does not take"
         )
     plain = kwargs.get("softcap") is None and kwargs.get("s_aux") is None and key.shape[3] == value.shape[3]
-    window = _window_of(attention_mask, module, where)
+    shows = getattr(attention_mask, "shows", None)
+    seen = _ranges_of(shows, query.shape[2], getattr(module, "paged_window", None)) if _current.ranges else None
+    window: int | None = getattr(module, "paged_window", None)
+    if seen is None:
+        window = _window_of(attention_mask, module, where)
     _current.calls.append(
-        AttentionCall(
-            module, key.shape[1], key.shape[3], value.shape[3], window, plain, getattr(attention_mask, "shows", None)
-        )
+        AttentionCall(module, key.shape[1], key.shape[3], value.shape[3], window, plain, shows, seen or ())
     )
     batch, heads, tokens, _ = query.shape
     return query.new_zeros(batch, tokens, heads, value.shape[3]), None
@@ -147,6 +153,30 @@ def _record(
 
 def _matters(item: object) -> bool:
     return isinstance(item, torch.Tensor) or (item is not None and item is not False)
+
+
+def _ranges_of(shows: MaskFunction | None, tokens: int, window: Any) -> tuple[tuple[int, int], ...] | None:
+    """The ranges whose tokens see each other, where a mask differs in nothing else from causal with this window."""
+    if shows is None:
+        return None
+    zero, places = torch.tensor(0), torch.arange(tokens)
+    rows, columns = places[:, None], places[None, :]
+    try:
+        seen = shows(zero, zero, rows, columns).expand(tokens, tokens).cpu()
+    except (IndexError, RuntimeError):
+        return None
+    ends = torch.where(seen, columns + 1, 0).amax(1).maximum(places + 1).tolist()
+    ranges, start = [], 0
+    while start < tokens:
+        if ends[start] > start + 1:
+            ranges.append((start, ends[start]))
+        start = ends[start]
+    expected = columns <= rows
+    for start, end in ranges:
+        expected[start:end, start:end] = True
+    if window is not None:
+        expected &= columns > rows - window
+    return tuple(ranges) if torch.equal(seen, expected) else None
 
 
 def _window_of(mask: torch.Tensor | None, module: nn.Module, where: str) -> int | None:

@@ -31,21 +31,23 @@ class _Chunk:
     end: int
     slots: torch.Tensor
     length: int
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    ends: torch.Tensor | None = None
+    """int64 [queries]: past the last token that each sees where attention looks ahead; None: that is itself."""
+    masks: dict[tuple[int | None, bool], torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None) -> torch.Tensor | None:
+    def mask(self, window: int | None, ahead: bool) -> torch.Tensor | None:
         """bool [queries, length]; None when plain causal attention over equal lengths does."""
-        queries = self.end - self.start
-        if queries == self.length and (window is None or window >= self.length):
+        queries, ahead = self.end - self.start, ahead and self.ends is not None
+        if queries == self.length and (window is None or window >= self.length) and not ahead:
             return None
-        if window not in self.masks:
+        if (window, ahead) not in self.masks:
             keys = torch.arange(self.length, device=self.slots.device)
             rows = keys[self.length - queries :, None]
-            mask = keys[None, :] <= rows
+            mask = keys[None, :] < self.ends[:, None] if ahead and self.ends is not None else keys[None, :] <= rows
             if window is not None:
                 mask &= keys[None, :] > rows - window
-            self.masks[window] = mask
-        return self.masks[window]
+            self.masks[window, ahead] = mask
+        return self.masks[window, ahead]
 
 
 @dataclass(slots=True)
@@ -80,6 +82,11 @@ class SdpaPlan(AttentionPlan):
         return self.masks[window]
 
 
+def _ends(layout: BatchLayout, sequence: int, device: torch.device) -> torch.Tensor | None:
+    ends = None if layout.ends is None else layout.ends[sequence]
+    return None if ends is None else torch.from_numpy(ends).to(device)
+
+
 def _weighted(
     how: ScoreOptions, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
@@ -107,7 +114,13 @@ class SdpaBackend(AttentionBackend):
         starts = [0, *accumulate(queries)]
         single = [i for i, count in enumerate(queries) if count == 1]
         chunks = [
-            _Chunk(starts[i], starts[i + 1], torch.from_numpy(layout.slots[i][: lengths[i]]).to(device), lengths[i])
+            _Chunk(
+                starts[i],
+                starts[i + 1],
+                torch.from_numpy(layout.slots[i][: lengths[i]]).to(device),
+                lengths[i],
+                _ends(layout, i, device),
+            )
             for i, count in enumerate(queries)
             if count > 1
         ]
@@ -213,7 +226,7 @@ def _attend_chunk(
     q = query[chunk.start : chunk.end].transpose(0, 1).unsqueeze(0)
     k = read_slots(keys, chunk.slots, query.dtype).transpose(0, 1).unsqueeze(0)
     v = read_slots(values, chunk.slots, query.dtype).transpose(0, 1).unsqueeze(0)
-    mask = chunk.mask(how.window)
+    mask = chunk.mask(how.window, how.ahead)
     if how.softcap is not None or how.sinks is not None:
         # The heads of a KV group one after the other, as the queries of one head.
         group = q.shape[1] // k.shape[1]

@@ -20,6 +20,7 @@ from omnistage.engines.ar.attention import (
     ScoreOptions,
     current,
 )
+from omnistage.engines.ar.attention.sdpa import SdpaBackend, SdpaPlan
 from omnistage.engines.streams import upload
 
 
@@ -103,7 +104,12 @@ class TritonBackend(AttentionBackend):
     name = "triton"
     supports_graphs = True
 
-    def plan(self, layout: BatchLayout, device: torch.device) -> TritonPlan:
+    def __init__(self) -> None:
+        self._reference = SdpaBackend()
+
+    def plan(self, layout: BatchLayout, device: torch.device) -> AttentionPlan:
+        if layout.ends is not None:  # the kernels look at no later token
+            return self._reference.plan(layout, device)
         queries, lengths = layout.query_lengths, layout.sequence_lengths
         count = len(queries)
         width = max(len(table) for table in layout.block_tables)
@@ -144,7 +150,7 @@ class TritonBackend(AttentionBackend):
         if scores.softcap is not None or scores.sinks is not None:
             raise StageError("the triton attention backend has no soft caps and no sinks; set attention: sdpa")
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        _attend_op(query, key, value, cache[0], cache[1], out, scores.scale, scores.window or 0)
+        _attend_op(query, key, value, cache[0], cache[1], out, scores.scale, scores.window or 0, scores.ahead)
         return out
 
 
@@ -158,12 +164,17 @@ def _attend_op(
     out: torch.Tensor,
     scale: float,
     window: int,
+    ahead: bool,
 ) -> None:
     """One opaque operator, so that `torch.compile` of a layer does not break or look inside."""
     from omnistage.engines.ar.attention import triton_paged
 
     paged: PagedContext = current.paged
     plan = paged.plan
+    if isinstance(plan, SdpaPlan):
+        how = ScoreOptions(scale, window or None, ahead=ahead)
+        out.copy_(SdpaBackend().attend(query, key, value, (k_cache, v_cache), paged, how))
+        return
     if not isinstance(plan, TritonPlan):
         raise TypeError(f"plan of another backend: {type(plan).__name__}")
     triton_paged.paged_attention(
