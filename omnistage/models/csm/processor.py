@@ -95,9 +95,7 @@ class CsmProcessor:
 
     def tokens(self, prompt: OmniTokensPrompt) -> ARInput:
         if prompt.prompt_embeds is not None:
-            raise InvalidRequestError(
-                "prompt_embeds are not supported by this model; send a text", param="prompt_embeds"
-            )
+            raise InvalidRequestError("is not supported by this model; send a text", param="prompt_embeds")
         payload = tokens_input(prompt, self._text_vocab, 1)
         if self._audio in payload.token_ids:
             raise InvalidRequestError(
