@@ -144,7 +144,9 @@ def _parts(message: ChatMessage, *, last: bool) -> tuple[str, AudioPart | None]:
     text = "".join(part.text for part in message.parts if isinstance(part, TextPart))
     clips = [part for part in message.parts if isinstance(part, AudioPart)]
     if not text.strip():
-        raise InvalidRequestError("a message has no text; say what is spoken, or what its clip says", param="messages")
+        raise InvalidRequestError(
+            "a message has no text; give the text to speak, or the transcript of its clip", param="messages"
+        )
     if last and clips:
         raise InvalidRequestError("the last message is spoken and has no clip; leave its audio out", param="messages")
     if not last and len(clips) != 1:

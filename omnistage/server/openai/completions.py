@@ -84,7 +84,9 @@ class CompletionRequest(SamplingFields):
                 "log probabilities of the prompt are not computed; leave echo or logprobs out", param="echo"
             )
         if self.structured_outputs is not None and self.response_format is not None:
-            raise InvalidRequestError("goes without response_format; send one of them", param="structured_outputs")
+            raise InvalidRequestError(
+                "cannot be combined with response_format; send one of them", param="structured_outputs"
+            )
 
     def structured(self) -> StructuredOutput | None:
         if self.structured_outputs is not None:

@@ -158,9 +158,11 @@ class ChatRequest(SamplingFields, TemplateFields, ToolFields):
             raise InvalidRequestError("a stream carries pcm16; set that", param="audio.format")
         if self.structured_outputs is not None:
             if self.response_format is not None and self.response_format.type != "text":
-                raise InvalidRequestError("goes without response_format; send one of them", param="structured_outputs")
+                raise InvalidRequestError(
+                    "cannot be combined with response_format; send one of them", param="structured_outputs"
+                )
             if toolbox is not None:
-                raise InvalidRequestError("goes without tools; leave one out", param="structured_outputs")
+                raise InvalidRequestError("cannot be combined with tools; leave one out", param="structured_outputs")
         if toolbox is None:
             return
         if self.speaks:
