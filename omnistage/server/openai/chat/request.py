@@ -155,14 +155,12 @@ class ChatRequest(SamplingFields, TemplateFields, ToolFields):
         # Without an explicit format a stream has the only one that it can have.
         explicit = self.audio is not None and "format" in self.audio.model_fields_set
         if self.stream and explicit and self.audio is not None and self.audio.format != "pcm16":
-            raise InvalidRequestError("a stream carries pcm16; set that", param="audio.format")
+            raise InvalidRequestError("a stream carries pcm16; ask for that", param="audio.format")
         if self.structured_outputs is not None:
             if self.response_format is not None and self.response_format.type != "text":
-                raise InvalidRequestError(
-                    "cannot be combined with response_format; send one of them", param="structured_outputs"
-                )
+                raise InvalidRequestError("goes without response_format; send one of them", param="structured_outputs")
             if toolbox is not None:
-                raise InvalidRequestError("cannot be combined with tools; leave one out", param="structured_outputs")
+                raise InvalidRequestError("goes without tools; leave one out", param="structured_outputs")
         if toolbox is None:
             return
         if self.speaks:
