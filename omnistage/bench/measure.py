@@ -244,10 +244,8 @@ class Stutter:
         seconds = sum(playback.seconds for playback in playbacks)
         if not seconds:
             return None
-        stall_seconds = sum(playback.waited for playback in playbacks)
-        return cls(
-            stall_seconds, stall_seconds / seconds, sum(playback.stalls > 0 for playback in playbacks) / len(playbacks)
-        )
+        total = sum(playback.waited for playback in playbacks)
+        return cls(total, total / seconds, sum(playback.stalls > 0 for playback in playbacks) / len(playbacks))
 
 
 def parse_goodput(text: str) -> dict[str, float]:

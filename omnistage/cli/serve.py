@@ -76,7 +76,7 @@ class ServiceOptions:
 
         if self.ssl_certfile is None:
             if self.ssl_keyfile is not None:
-                raise InvalidRequestError("goes with --ssl-certfile", param="--ssl-keyfile")
+                raise InvalidRequestError("requires --ssl-certfile", param="--ssl-keyfile")
             return None
         key = self.ssl_keyfile or self.ssl_certfile
         for param, file in (("--ssl-certfile", self.ssl_certfile), ("--ssl-keyfile", key)):

@@ -64,7 +64,7 @@ class AccessOptions:
         if self.jwt_key is None and self.jwt_secret_env is None:
             for name, value in (("audience", self.jwt_audience), ("issuer", self.jwt_issuer)):
                 if value is not None:
-                    raise InvalidRequestError("goes with --jwt-key or --jwt-secret-env", param=f"--jwt-{name}")
+                    raise InvalidRequestError("requires --jwt-key or --jwt-secret-env", param=f"--jwt-{name}")
             return None
         if self.jwt_key is not None and self.jwt_secret_env is not None:
             raise InvalidRequestError("give --jwt-key or --jwt-secret-env, not both", param="--jwt-key")
@@ -143,7 +143,7 @@ class MediaOptions:
             except ValueError as error:
                 raise InvalidRequestError(str(error), param="--media-host") from error
         if self.media_http and not self.media_host:
-            raise InvalidRequestError("goes with --media-host; name the hosts", param="--media-http")
+            raise InvalidRequestError("requires --media-host; name the hosts", param="--media-http")
         for folder in self.media_path:
             if not folder.is_dir():
                 raise InvalidRequestError(f"{folder} is not a folder", param="--media-path")
@@ -179,7 +179,7 @@ class ObservabilityOptions:
 
             service.audit_file = log_to(self.audit_log)
         elif service.audit_required:
-            raise InvalidRequestError("goes with --audit-log; name the file", param="--audit-on-error")
+            raise InvalidRequestError("requires --audit-log; name the file", param="--audit-on-error")
 
     def start_tracing(self) -> Tracing | None:
         """Spans, where the option or OpenTelemetry's variables set it."""

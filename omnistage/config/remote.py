@@ -64,5 +64,5 @@ class RemoteStageConfig(StageSettings):
     @model_validator(mode="after")
     def _has_a_template(self) -> Self:
         if self.chat_template_kwargs and self.server != "vllm":
-            raise ValueError("chat_template_kwargs is no part of OpenAI's API; remove it, or use server: vllm")
+            raise ValueError("chat_template_kwargs is not part of OpenAI's API; remove it, or use server: vllm")
         return self

@@ -216,10 +216,8 @@ class DecodePool:
     def _is_next(self, turn: _Turn) -> bool:
         if len(self._running) >= self._max_running:
             return False
-        running_by_owner = Counter(running.owner for running in self._running)
-        return turn is next(
-            (t for t in self._waiting if t.owner is None or running_by_owner[t.owner] < self._max_owned), None
-        )
+        counts = Counter(running.owner for running in self._running)
+        return turn is next((t for t in self._waiting if t.owner is None or counts[t.owner] < self._max_owned), None)
 
     def _wake(self) -> None:
         with self._changed:

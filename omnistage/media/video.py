@@ -139,7 +139,7 @@ def _measure(data: bytes, limits: MediaLimits) -> tuple[int, Fraction]:
             _check_seconds(container.duration / av.time_base, limits)
         rate = stream.average_rate or stream.guessed_rate
         if not rate or rate <= 0:
-            raise MediaError("video gives no frame rate; encode it again")
+            raise MediaError("video has no frame rate; encode it again")
         max_packets = math.ceil(limits.max_video_seconds * _MAX_SOURCE_FPS)
         total = 0
         # Counted: the header's number may be missing or wrong.

@@ -34,7 +34,7 @@ def check_quantisation(config: PreTrainedConfig) -> bool:
         return False
     method = settings.get("quant_method") if isinstance(settings, dict) else settings
     if not isinstance(settings, dict) or not transformers.quantizers.AutoHfQuantizer.supports_quant_method(settings):
-        raise UnsupportedModelError(f"config.json asks for the quantisation {method!r}, which transformers cannot read")
+        raise UnsupportedModelError(f"config.json names the quantisation {method!r}, which transformers cannot read")
     package = _QUANTISATION_PACKAGES.get(str(getattr(method, "value", method)))
     if package is not None and importlib.util.find_spec(package[0]) is None:
         raise MissingDependencyError(f"these weights are quantised by {method}, which needs: pip install {package[1]}")

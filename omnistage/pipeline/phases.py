@@ -43,6 +43,4 @@ class PhaseTimes:
         self._phase, self._began = None, now
 
     def __str__(self) -> str:
-        return ", ".join(
-            f"{phase} {seconds:.1f} s" for phase, seconds in self.seconds.items() if seconds >= _SHOWN_SECONDS
-        )
+        return ", ".join(f"{phase} {secs:.1f} s" for phase, secs in self.seconds.items() if secs >= _SHOWN_SECONDS)

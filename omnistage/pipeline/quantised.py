@@ -76,9 +76,7 @@ def _quantiser(model: Checkpoint, stage_cfg: ARStageConfig | DiffusionStageConfi
 
     if stage_cfg.quantize is None:
         raise ConfigError("this stage is not quantised", param="quantize")
-    full_precision = registry.family(model.family).full_precision
+    keep = registry.family(model.family).full_precision
     if isinstance(stage_cfg, DiffusionStageConfig):
-        return Quantiser(stage_cfg.quantize, diffusion=True, kept=full_precision)
-    return Quantiser(
-        stage_cfg.quantize, diffusion=False, kept=full_precision, merge=stage_cfg.budget.merge_linears is not False
-    )
+        return Quantiser(stage_cfg.quantize, diffusion=True, kept=keep)
+    return Quantiser(stage_cfg.quantize, diffusion=False, kept=keep, merge=stage_cfg.budget.merge_linears is not False)

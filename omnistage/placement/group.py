@@ -286,13 +286,13 @@ class StageGroup:
         for call in calls:
             call.lost = True
             call.answered.set()
-        remainder = [binding for binding in bindings if not self._moved(binding)]
-        for binding in remainder:
+        rest = [binding for binding in bindings if not self._moved(binding)]
+        for binding in rest:
             self._end(binding, why)
         if bindings:
-            num_moved = len(bindings) - len(remainder)
+            num_moved = len(bindings) - len(rest)
             _log.warning(
-                "group %s: %d requests ended with their process, %d were moved", self.name, len(remainder), num_moved
+                "group %s: %d requests ended with their process, %d were moved", self.name, len(rest), num_moved
             )
 
     def _moved(self, binding: Binding) -> bool:
@@ -385,13 +385,9 @@ def _grown(stats: StageStats) -> StageStats:
 
 
 def _sum_steps(each: Sequence[StepSeconds | None]) -> StepSeconds:
-    steps_known = [steps for steps in each if steps is not None]
-    counts = zip(*(steps.counts for steps in steps_known), strict=True)
-    return (
-        StepSeconds(tuple(map(sum, counts)), sum(steps.total for steps in steps_known))
-        if steps_known
-        else StepSeconds()
-    )
+    parts = [steps for steps in each if steps is not None]
+    counts = zip(*(steps.counts for steps in parts), strict=True)
+    return StepSeconds(tuple(map(sum, counts)), sum(steps.total for steps in parts)) if parts else StepSeconds()
 
 
 _HELD = frozenset({"waiting", "running", "starved"})

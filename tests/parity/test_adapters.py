@@ -214,7 +214,7 @@ def test_a_thinker_of_qwen2_5_omni_gets_what_peft_gives_it(
     assert answers[3][0] == answers[0][0] != answers[1][0]
     stage = ARStage("talker", component_of(folder, "talker"), budget, library_of(adapters, [], at_run_time=True))
     assert stage.adapters is not None
-    with pytest.raises(AdapterError, match=r"thinker\.model.* is no linear layer of stage 'talker'"):
+    with pytest.raises(AdapterError, match=r"thinker\.model.* is not a linear layer of stage 'talker'"):
         stage.adapters.load("x", AdapterSource(adapters / "of_the_whole"))
 
 
@@ -294,7 +294,9 @@ def test_layers_beside_recurrent_ones_get_what_peft_gives_them(tmp_path: Path) -
 def test_recurrent_layers_themselves_take_no_adapters(tmp_path: Path) -> None:
     # They take a step's rows apart, so that a row would get what another one's adapter adds.
     component, _ = on_recurrent(tmp_path, ["q_proj", "in_proj_qkv"])
-    with pytest.raises(AdapterError, match=r"linear_attn\.in_proj_qkv is no linear layer.*recurrent layers are none"):
+    with pytest.raises(
+        AdapterError, match=r"linear_attn\.in_proj_qkv is not a linear layer.*recurrent layers are none"
+    ):
         ARStage("thinker", component, ARBudget(kv_blocks=16, block_size=8), library_of(tmp_path, ["one"]))
 
 

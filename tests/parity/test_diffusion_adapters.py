@@ -152,7 +152,7 @@ def test_omni_draws_with_adapters_by_name(sd3: Drawn) -> None:
     [
         ({"rename": ("transformer.", "text_encoder.")}, "it changes text_encoder"),
         ({"rename": ("transformer.", "unet.")}, "it changes unet"),
-        ({"rename": ("transformer_blocks.0.", "transformer_blocks.90.")}, "is no linear layer of stage 'denoise'"),
+        ({"rename": ("transformer_blocks.0.", "transformer_blocks.90.")}, "is not a linear layer of stage 'denoise'"),
         ({"add": "transformer.transformer_blocks.0.attn.to_q.lora_B.bias"}, "is a bias"),
         ({"add": "transformer.transformer_blocks.0.attn.to_q.dora_scale"}, "DoRA"),
         ({"narrow": True}, "trained on another base"),

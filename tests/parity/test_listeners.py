@@ -93,7 +93,7 @@ def test_streamed_pieces_make_up_the_whole_text(folder_of: Any, model_type: str)
 @pytest.mark.parametrize(
     ("model_type", "options", "words"),
     [
-        ("canary", Options(language="xx"), "none of this model's languages"),
+        ("canary", Options(language="xx"), "not a language of this model"),
         ("cohere_asr", Options(translate=True), "does not translate"),
         ("moonshine_streaming", Options(language="en"), "one language"),
         ("seamless_m4t", Options(timestamps=True), "timestamps are not supported"),

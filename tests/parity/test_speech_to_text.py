@@ -214,7 +214,7 @@ def test_ctc_clips_have_the_text_of_each_alone_in_transformers(checkpoint_of: Ch
 @pytest.mark.parametrize(
     ("variant", "options", "words"),
     [
-        ("whisper", Options(language="xx"), "none of this model's languages: de, en, fr"),
+        ("whisper", Options(language="xx"), "not a language of this model; languages: de, en, fr"),
         ("wav2vec2", Options(language="en"), "one language"),
         ("wav2vec2", Options(translate=True), "does not translate"),
         ("wav2vec2", Options(timestamps=True), "timestamps are not supported"),

@@ -337,7 +337,7 @@ def test_a_certificate_is_checked_before_anything_is_loaded(tmp_path: Path) -> N
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     with pytest.raises(InvalidRequestError, match="is not a file"):
         ServiceOptions(ssl_certfile=certificate).certificate()
-    with pytest.raises(InvalidRequestError, match="goes with --ssl-certfile"):
+    with pytest.raises(InvalidRequestError, match="requires --ssl-certfile"):
         ServiceOptions(ssl_keyfile=key).certificate()
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-keyout", str(key), "-out", str(certificate), "-days", "1", "-subj", "/CN=localhost"]

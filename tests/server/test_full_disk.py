@@ -211,7 +211,7 @@ def test_requests_go_on_without_an_audit_log_by_default(
 def test_options_of_the_audit_log_are_checked(service: Service, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="--audit-on-error: must be warn or stop"):
         ObservabilityOptions(audit_on_error="ignore").open_audit_log(service)
-    with pytest.raises(InvalidRequestError, match="goes with --audit-log"):
+    with pytest.raises(InvalidRequestError, match="requires --audit-log"):
         ObservabilityOptions(audit_on_error="stop").open_audit_log(service)
     with pytest.raises(ConfigError, match="cannot open the audit log"):
         ObservabilityOptions(audit_log=tmp_path).open_audit_log(service)

@@ -265,7 +265,7 @@ def test_what_the_server_splits_off_as_reasoning_is_left_out(server: FakeServer)
     assert client.text(client.submit(ChatInput(messages))) == "Hello"
     assert server.bodies[0][1]["chat_template_kwargs"] == {"enable_thinking": False}
     client.close()
-    with pytest.raises(ValueError, match="no part of OpenAI's API"):
+    with pytest.raises(ValueError, match="not part of OpenAI's API"):
         config(server.url, server="openai", chat_template_kwargs={"enable_thinking": False})
 
 

@@ -114,16 +114,16 @@ def bad_files(folder: Path) -> dict[str, Callable[[], object]]:
         "changes an embedding": lambda: write(
             folder, {**good, "base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(2)}
         ),
-        "layers.99.self_attn.q_proj is no linear layer": lambda: write(folder, {**good, **other}),
-        "lm_head is no linear layer": lambda: write(folder, tensors_of("lm_head", outputs=1024)),
-        "audio_tower.layers.0.self_attn.q_proj is no linear layer": lambda: write(
+        "layers.99.self_attn.q_proj is not a linear layer": lambda: write(folder, {**good, **other}),
+        "lm_head is not a linear layer": lambda: write(folder, tensors_of("lm_head", outputs=1024)),
+        "audio_tower.layers.0.self_attn.q_proj is not a linear layer": lambda: write(
             folder, tensors_of("audio_tower.layers.0.self_attn.q_proj")
         ),
-        "talker.model.layers.0.self_attn.q_proj is no linear": lambda: write(folder, tensors_of("talker." + LAYER)),
+        "talker.model.layers.0.self_attn.q_proj is not a linear": lambda: write(folder, tensors_of("talker." + LAYER)),
         "names a layer that another key names": lambda: write(folder, {**good, **tensors_of("thinker." + LAYER)}),
         "trained on another base": lambda: write(folder, tensors_of(inputs=96)),
         "not finite": lambda: write(folder, {**good, key_b: torch.full((64, 2), float("nan"))}),
-        "are no floats": lambda: write(folder, {key: t.to(torch.int8) for key, t in good.items()}),
+        "are not floating-point": lambda: write(folder, {key: t.to(torch.int8) for key, t in good.items()}),
         "has rank 5, over the 2": lambda: write(folder, tensors_of(rank=5), r=5),
     }
 

@@ -134,7 +134,7 @@ def test_deep_groups_are_refused(kind: str, text: str) -> None:
 def test_a_rule_that_stands_only_for_itself_is_refused(text: str) -> None:
     """xgrammar ends the whole process for some of them."""
     for kind, source in (("grammar", text), tag(type="grammar", grammar=text)):
-        with pytest.raises(InvalidRequestError, match="only for itself"):
+        with pytest.raises(InvalidRequestError, match="only refers to itself"):
             cost_of(kind, source)
 
 

@@ -154,17 +154,15 @@ class AdapterLayers:
         linears = {name: (module, shape) for name, module, shape in self._linears() if module not in left_out}
         suitable = set(linears)
         for count in _PROBED_TOKENS if self.by_token else _PROBED_PICTURES:
-            fits_by_name: dict[str, bool] = {}
+            checks: dict[str, bool] = {}
 
-            def note(
-                name: str, args: tuple[Any, ...], count: int = count, fits_by_name: dict[str, bool] = fits_by_name
-            ) -> None:
+            def note(name: str, args: tuple[Any, ...], count: int = count, checks: dict[str, bool] = checks) -> None:
                 shape: tuple[int, ...] = tuple(args[0].shape) if args and isinstance(args[0], torch.Tensor) else ()
                 if self.by_token:
                     rows = len(shape) in (2, 3) and shape[-2] == count and shape[:-2] in ((), (1,))
                 else:
                     rows = len(shape) >= 2 and shape[0] == count
-                fits_by_name[name] = fits_by_name.get(name, True) and rows
+                checks[name] = checks.get(name, True) and rows
 
             handles = [
                 module.register_forward_pre_hook(lambda _module, args, name=name, note=note: note(name, args))
@@ -175,7 +173,7 @@ class AdapterLayers:
             finally:
                 for handle in handles:
                     handle.remove()
-            suitable &= {name for name, fits in fits_by_name.items() if fits}
+            suitable &= {name for name, fits in checks.items() if fits}
         return {name: shape for name, (_module, shape) in linears.items() if name in suitable}
 
     def fitted(self, layer: str, path: str, pair: LoraPair) -> LoraPair:

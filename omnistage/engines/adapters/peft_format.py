@@ -106,7 +106,7 @@ def _pair(path: str, pair: Mapping[str, torch.Tensor], config: Mapping[str, obje
 def make_pair(path: str, down: torch.Tensor, up: torch.Tensor, scale: float) -> LoraPair:
     """The pair in float32. Raises for numbers that would spoil the rows of other requests."""
     if not (down.is_floating_point() and up.is_floating_point()):
-        raise AdapterError(f"{path} has weights of type {down.dtype}, which are no floats")
+        raise AdapterError(f"{path} has weights of type {down.dtype}, which are not floating-point")
     down, up = down.float(), up.float() * scale
     for name, tensor in (("A", down), ("B", up)):
         if not torch.isfinite(tensor).all():

@@ -46,7 +46,7 @@ def open_adapters(library: AdapterLibrary | None, component: ARComponent, name: 
             layer = target_of(path, layers.shapes, words)
             if layer is None:
                 hint = "; those of recurrent layers are none, train it on the others" * bool(component.spec.states)
-                raise AdapterError(f"{path} is no linear layer of stage {name!r} that adapters can change{hint}")
+                raise AdapterError(f"{path} is not a linear layer of stage {name!r} that adapters can change{hint}")
             if layer in pairs:
                 raise AdapterError(f"{path} names a layer that another key names, too")
             pairs[layer] = layers.fitted(layer, path, pair)

@@ -41,7 +41,7 @@ class SequenceRows:
     media_rows: torch.Tensor | None = None
     side: list[torch.Tensor] = field(default_factory=list)
     side_final: bool = False
-    _num_own_side_rows: int = 0
+    _num_own: int = 0
     """Side rows that are copies of its own."""
     emitted: int = 0
     sampled_row: int = 0
@@ -150,17 +150,14 @@ class SequenceRows:
 
     def may_borrow(self, rows: torch.Tensor) -> bool:
         """Whether more rows can be fed without `own_side_rows`."""
-        return (
-            len(self.side) - self._num_own_side_rows < _MAX_BORROWED
-            and rows.untyped_storage().nbytes() <= _MAX_BORROWED_BYTES
-        )
+        return len(self.side) - self._num_own < _MAX_BORROWED and rows.untyped_storage().nbytes() <= _MAX_BORROWED_BYTES
 
     def own_side_rows(self) -> None:
         """Copy the side rows that came last, so that the upstream's memory is free again: a row's tensor is shared by
         all requests of a step."""
-        if self._num_own_side_rows < len(self.side):
-            self.side[self._num_own_side_rows :] = torch.stack(self.side[self._num_own_side_rows :]).unbind(0)
-            self._num_own_side_rows = len(self.side)
+        if self._num_own < len(self.side):
+            self.side[self._num_own :] = torch.stack(self.side[self._num_own :]).unbind(0)
+            self._num_own = len(self.side)
 
     def side_row(self, index: int) -> torch.Tensor:
         """The row for the generated token at sequence index `index`."""

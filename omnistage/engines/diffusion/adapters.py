@@ -44,7 +44,7 @@ def open_adapters(
         pairs = _read_diffusers(pipeline, files, scale) if files.config is None else _read_peft(files, scale)
         for path in pairs:
             if path not in layers.shapes:
-                raise AdapterError(f"{path} is no linear layer of stage {name!r} that adapters can change")
+                raise AdapterError(f"{path} is not a linear layer of stage {name!r} that adapters can change")
         return {path: layers.fitted(path, path, pair) for path, pair in pairs.items()}
 
     library.open(read)

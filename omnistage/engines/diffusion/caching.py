@@ -215,11 +215,9 @@ def _alike_blocks(transformer: nn.Module) -> nn.Module:
 
     Where lists differ in what their blocks give (FLUX.2's first ones keep the text apart), it is the longest one.
     """
-    registry = _diffusers("hooks._helpers").TransformerBlockRegistry
+    table = _diffusers("hooks._helpers").TransformerBlockRegistry
     lists = _blocks(transformer)
-    gives_text = {
-        registry.get(type(b)).return_encoder_hidden_states_index is not None for p in lists.values() for b in p
-    }
+    gives_text = {table.get(type(b)).return_encoder_hidden_states_index is not None for p in lists.values() for b in p}
     if len(gives_text) > 1:
         longest = max(lists, key=lambda name: len(lists[name]))
         lists = {longest: lists[longest]}
@@ -231,11 +229,11 @@ def _alike_blocks(transformer: nn.Module) -> nn.Module:
 
 def _no_blocks(transformer: nn.Module) -> str | None:
     """Why whole blocks cannot be skipped by their residuals, if so."""
-    registry = _diffusers("hooks._helpers").TransformerBlockRegistry
+    table = _diffusers("hooks._helpers").TransformerBlockRegistry
     blocks = [block for part in _blocks(transformer).values() for block in part]
     for cls in {type(block) for block in blocks}:
         try:
-            metadata = registry.get(cls)
+            metadata = table.get(cls)
         except ValueError:
             return f"diffusers does not know what its {cls.__name__} gives"
         parameters = inspect.signature(cls.forward).parameters
@@ -262,14 +260,8 @@ def _no_projection(transformer: nn.Module) -> str | None:
 
 def _no_attention(transformer: nn.Module) -> str | None:
     processors = _diffusers("models.attention_processor")
-    attention_classes = (
-        processors.Attention,
-        processors.MochiAttention,
-        _diffusers("models.attention").AttentionModuleMixin,
-    )
-    if any(
-        isinstance(module, attention_classes) and _ATTENTION.match(name) for name, module in transformer.named_modules()
-    ):
+    classes = (processors.Attention, processors.MochiAttention, _diffusers("models.attention").AttentionModuleMixin)
+    if any(isinstance(module, classes) and _ATTENTION.match(name) for name, module in transformer.named_modules()):
         return None
     return "it has no attention that diffusers can skip"
 

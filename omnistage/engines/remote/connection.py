@@ -253,7 +253,7 @@ def _api_key(stage: str, config: RemoteStageConfig) -> str | None:
     key = os.environ.get(config.api_key_env, "")
     if not key.isascii() or not key.isprintable() or not key.strip():
         raise ConfigError(
-            f"the environment variable {config.api_key_env} is not set, or is no key; set it to the server's API key",
+            f"the environment variable {config.api_key_env} is not set or not a key; set it to the server's API key",
             param=f"pipeline.stages.{stage}.api_key_env",
         )
     return key.strip()

@@ -96,7 +96,7 @@ class StreamReader:
         ended_by, stop = None, None
         if (reason := choice.get("finish_reason")) is not None:
             if reason in _FAILED:
-                raise RemoteError(f"the server of stage {self._stage!r} gave the request up; send it again")
+                raise RemoteError(f"the server of stage {self._stage!r} abandoned the request; send it again")
             answer.finish = self._finish(reason)
             stop = choice.get("stop_reason")
             ended_by = stop if isinstance(stop, int) else None

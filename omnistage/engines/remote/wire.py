@@ -66,9 +66,7 @@ def check_payload(payload: RemotePayload) -> None:
             )
         return
     if payload.streaming or payload.side_rows is not None or payload.positions is not None:
-        raise StageError(
-            "a stage on a remote server starts from a whole prompt, and does not accept rows of other stages"
-        )
+        raise StageError("a stage on a remote server starts from a whole prompt, and accepts no rows of other stages")
     if payload.embeds is not None:
         raise InvalidRequestError(
             "embeddings cannot be sent to the server of this stage; send text or token ids", param="prompt_embeds"

@@ -70,21 +70,19 @@ def _start_talker(pending: _PendingTalker) -> ARInput | None:
     """The talker's input once the first reply token has been computed, else None."""
     if pending.prompt is None or pending.first_token is None:
         return None
-    num_prompt_rows = len(pending.prompt.token_ids) + 1
-    if pending.count < num_prompt_rows:
+    start = len(pending.prompt.token_ids) + 1
+    if pending.count < start:
         return None
     with complete(pending.rows[0].device):
         rows = torch.cat(pending.rows)
-        later = rows[
-            num_prompt_rows:
-        ].clone()  # views, even of no rows, would hold all of the prompt's while it is spoken
+        later = rows[start:].clone()  # views, even of no rows, would hold all of the prompt's while it is spoken
     if len(rows) != pending.count:
         raise BridgeError("rows of the thinker are missing or repeated")
     pending.started = True
     pending.rows = [later[:0].clone()]
     return ARInput(
         token_ids=(*pending.prompt.token_ids, pending.first_token),
-        embeds=rows[:num_prompt_rows],
+        embeds=rows[:start],
         context=pending.prompt.context,
         streaming=True,
         side_rows=later,

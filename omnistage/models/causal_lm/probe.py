@@ -71,10 +71,8 @@ def _logits(model: PreTrainedModel, ids: torch.Tensor, cached: bool) -> torch.Te
         return model(input_ids=ids, use_cache=False).logits[0]  # type: ignore[no-any-return]
     first = model(input_ids=ids[:, :-1], use_cache=True)
     name = next(name for name in CACHES if name in first)
-    parameters = inspect.signature(model.forward).parameters
-    place = (
-        {"position_ids": torch.tensor([[ids.shape[1] - 1]], device=ids.device)} if "position_ids" in parameters else {}
-    )
+    args = inspect.signature(model.forward).parameters
+    place = {"position_ids": torch.tensor([[ids.shape[1] - 1]], device=ids.device)} if "position_ids" in args else {}
     last = model(input_ids=ids[:, -1:], use_cache=True, **{name: first[name]}, **place)
     return torch.cat((first.logits[0], last.logits[0]))
 

@@ -95,9 +95,7 @@ class CsmProcessor:
 
     def tokens(self, prompt: OmniTokensPrompt) -> ARInput:
         if prompt.prompt_embeds is not None:
-            raise InvalidRequestError(
-                "prompt_embeds are not supported by this model; send a text", param="prompt_embeds"
-            )
+            raise InvalidRequestError("is not supported by this model; send a text", param="prompt_embeds")
         payload = tokens_input(prompt, self._text_vocab, 1)
         if self._audio in payload.token_ids:
             raise InvalidRequestError(
@@ -146,7 +144,9 @@ def _parts(message: ChatMessage, *, last: bool) -> tuple[str, AudioPart | None]:
     text = "".join(part.text for part in message.parts if isinstance(part, TextPart))
     clips = [part for part in message.parts if isinstance(part, AudioPart)]
     if not text.strip():
-        raise InvalidRequestError("a message has no text; say what is spoken, or what its clip says", param="messages")
+        raise InvalidRequestError(
+            "a message has no text; give the text to speak, or the transcript of its clip", param="messages"
+        )
     if last and clips:
         raise InvalidRequestError("the last message is spoken and has no clip; leave its audio out", param="messages")
     if not last and len(clips) != 1:

@@ -104,7 +104,7 @@ class FillEncoder(Encoder):
         super().check(payload, params)
         if payload.mask is None or payload.mask.shape != payload.images[0].shape[:2]:
             raise InvalidRequestError(
-                "must come with the image, in its size: white is what to fill, paint all white to draw anew",
+                "must come with the image, in its size: white is filled; make it all white to draw a new picture",
                 param="mask",
             )
 

@@ -48,7 +48,9 @@ class Encoder(DiffusersEncoder):
         for name, text in (("prompt", payload.prompt), ("negative_prompt", params.negative_prompt or "")):
             for token in _PLACEHOLDERS:
                 if token in text:
-                    raise InvalidRequestError(f"{token} stands for a picture; leave it out of the text", param=name)
+                    raise InvalidRequestError(
+                        f"{token} is a placeholder of pictures; leave it out of the text", param=name
+                    )
 
     def guided(self, params: DiffusionParams) -> bool:
         return _guidance(params) > 1 and params.negative_prompt is not None

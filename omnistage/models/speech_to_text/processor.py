@@ -129,7 +129,9 @@ class RecognizerProcessor:
         code = self._languages.get(name.lower())
         if code is None:
             languages = ", ".join(sorted(set(self._languages.values())))
-            raise InvalidRequestError(f"{name} is none of this model's languages: {languages}", param="language")
+            raise InvalidRequestError(
+                f"{name} is not a language of this model; languages: {languages}", param="language"
+            )
         return code
 
     def chat(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> SpeechInput:
@@ -174,7 +176,7 @@ def check_rate(folder: Path) -> None:
         inner = settings.get("feature_extractor")
         rate = inner.get("sampling_rate") if isinstance(inner, dict) else settings.get("sampling_rate")
         if rate is not None and rate != SAMPLE_RATE:
-            raise CheckpointError(f"{name} asks for {rate} Hz; models that hear {SAMPLE_RATE} Hz are served")
+            raise CheckpointError(f"{name} expects {rate} Hz; only {SAMPLE_RATE} Hz is supported")
         if settings:
             return
     raise CheckpointError(f"{folder} has neither preprocessor_config.json nor processor_config.json; fetch it again")

@@ -114,9 +114,7 @@ class EncoderProcessor:
 
     def tokens(self, prompt: OmniTokensPrompt) -> ModuleInput:
         if prompt.prompt_embeds is not None:
-            raise InvalidRequestError(
-                "prompt_embeds are not supported by this model; send a text", param="prompt_embeds"
-            )
+            raise InvalidRequestError("is not supported by this model; send a text", param="prompt_embeds")
         return self.encode(TextBatch((prompt.prompt_token_ids,)))
 
     def chat(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> ModuleInput:

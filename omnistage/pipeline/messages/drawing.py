@@ -99,7 +99,7 @@ def _from_chat(messages: object, limits: MediaLimits) -> Drawing:
     parsed = parse_messages(messages, limits)  # type: ignore[arg-type]
     user = [message for message in parsed if message.role == "user"]
     if not user:
-        raise InvalidRequestError("has no user message; say in one what to draw", param="messages")
+        raise InvalidRequestError("has no user message; describe in one what to draw", param="messages")
     parts = user[-1].parts
     if other := [type(part).__name__ for part in parts if not isinstance(part, TextPart | ImagePart)]:
         kind = other[0].removesuffix("Part").lower()
@@ -115,7 +115,7 @@ def _text(prompt: str, limits: MediaLimits) -> str:
     if len(prompt) > limit:
         raise LimitExceededError(f"{len(prompt)} characters exceed the limit of {limit}; shorten it", param="prompt")
     if not prompt.strip():
-        raise InvalidRequestError("is empty; say what to draw", param="prompt")
+        raise InvalidRequestError("is empty; describe what to draw", param="prompt")
     if not is_utf8(prompt):
         raise InvalidRequestError("is not valid Unicode text", param="prompt")
     return prompt

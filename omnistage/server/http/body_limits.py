@@ -56,16 +56,14 @@ class BodyLimit:
             nonlocal size, silent_seconds, complete
             if complete:
                 return await receive()
-            began, allowance = self._clock(), self._stall_seconds + size / MIN_RATE - silent_seconds
+            began, limit = self._clock(), self._stall_seconds + size / MIN_RATE - silent_seconds
             try:
-                async with asyncio.timeout(min(allowance, self._stall_seconds)):
+                async with asyncio.timeout(min(limit, self._stall_seconds)):
                     message = await receive()
             except TimeoutError:
                 silent = f"no more of the body arrived for {self._stall_seconds:g} s"
                 slow = f"the body arrived at less than {MIN_RATE // 1024} KiB a second"
-                raise BodyTimeoutError(
-                    f"{slow if allowance < self._stall_seconds else silent}; send it again"
-                ) from None
+                raise BodyTimeoutError(f"{slow if limit < self._stall_seconds else silent}; send it again") from None
             size += len(message.get("body", b""))
             if size > self._max_bytes:
                 raise self._too_large(str(size))

@@ -27,5 +27,5 @@ class StrictBuffer(ReceiveBuffer):
         if head.count(b"\n") != head.count(b"\r\n"):
             raise h11.RemoteProtocolError("a line of the head ends with LF alone")
         if b"\n " in head or b"\n\t" in head:
-            raise h11.RemoteProtocolError("a header goes on in the next line")
+            raise h11.RemoteProtocolError("a header is folded over several lines")
         return lines

@@ -299,10 +299,8 @@ def _path(place: _Place) -> str | None:
         place, key = place
         keys.append(key)
     # A few are enough to find it, and keys are the client's text.
-    keys_in_path = [
-        key if isinstance(key, int) or (is_utf8(key) and len(key) <= 40) else "..." for key in keys[::-1][:8]
-    ]
-    return field_path(keys_in_path) or None
+    parts = [key if isinstance(key, int) or (is_utf8(key) and len(key) <= 40) else "..." for key in keys[::-1][:8]]
+    return field_path(parts) or None
 
 
 def text_chars(values: object) -> int:

@@ -175,8 +175,8 @@ async def _running(
         for place, prompt in enumerate(prompts):
             name = f"prompt[{place}]" if len(prompts) > 1 else "prompt"
             names = {"prompt": name, "prompt_token_ids": name, "prompts": "prompt", **paths}
-            num_places = 0 if place else len(prompts)  # the first counts for all
-            one = service.run_request(holder, model, prompt, params, options, prompts=num_places, rename=names)
+            counted = 0 if place else len(prompts)  # the first counts for all
+            one = service.run_request(holder, model, prompt, params, options, prompts=counted, rename=names)
             streams.append(await stack.enter_async_context(one))
         yield streams
 

@@ -48,7 +48,7 @@ class TokenizeRequest(TemplateFields, ToolFields):
     @model_validator(mode="after")
     def _one(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise field_error("prompt", "goes without messages; send one of them")
+            raise field_error("prompt", "cannot be combined with messages; send one of them")
         return self
 
 

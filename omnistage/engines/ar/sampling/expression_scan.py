@@ -219,7 +219,7 @@ def ebnf_states(text: str, param: str) -> float:
     circular = scan.circular()
     if circular is not None:  # xgrammar would never return, and end the process with its stack
         raise InvalidRequestError(
-            f"rule {circular[:100]!r} stands only for itself; give it a text to end with", param=param
+            f"rule {circular[:100]!r} only refers to itself; give it a text to end with", param=param
         )
     return _checked(scan, param)
 

@@ -103,8 +103,9 @@ class _Search:
             return
         self._columns = columns
         self._depth = vocab_size // columns
-        self._each = np.arange(rows)[:, None]
-        self._kth = self._each[:, 0], columns - counts
+        each = np.arange(rows)
+        self._each = each[:, None]
+        self._kth = each, columns - counts
         self._starts = np.arange(rows + 1) * vocab_size
 
     def __call__(self, array: Floats) -> Candidates:

@@ -355,9 +355,7 @@ async def recognized(
         raise StageError("the stage ended without a transcript")
     if text != transcript.whole:  # a content filter has changed it
         if form.response_format in _TIMED:
-            raise ContentFilterError(
-                "the content filter changed this transcription; set response_format to json or text"
-            )
+            raise ContentFilterError("the content filter changed this transcription; use json or text")
         transcript = replace(transcript, whole=text, segments=(), words=())
     return _render(form, transcript, tokens_used(final.usage), translated=options.translate)
 

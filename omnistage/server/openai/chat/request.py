@@ -155,7 +155,7 @@ class ChatRequest(SamplingFields, TemplateFields, ToolFields):
         # Without an explicit format a stream has the only one that it can have.
         explicit = self.audio is not None and "format" in self.audio.model_fields_set
         if self.stream and explicit and self.audio is not None and self.audio.format != "pcm16":
-            raise InvalidRequestError("a stream carries pcm16; set that", param="audio.format")
+            raise InvalidRequestError("a stream carries pcm16; ask for that", param="audio.format")
         if self.structured_outputs is not None:
             if self.response_format is not None and self.response_format.type != "text":
                 raise InvalidRequestError("goes without response_format; send one of them", param="structured_outputs")

@@ -44,7 +44,7 @@ class TextFormat(WireModel):
     @model_validator(mode="after")
     def _has_schema(self) -> Self:
         if (self.type == "json_schema") != (self.schema_ is not None):
-            raise field_error("schema", "goes with type json_schema; send both or neither")
+            raise field_error("schema", "requires type json_schema; send both or neither")
         return self
 
 
@@ -205,7 +205,7 @@ class ResponsesRequest(SamplesText, ResponseToolFields):
     @model_validator(mode="after")
     def _audio_fits(self) -> Self:
         if self.structured_outputs is not None and (self.text.format.type != "text" or self.tools):
-            raise field_error("structured_outputs", "goes without text.format and tools; leave one out")
+            raise field_error("structured_outputs", "cannot be combined with text.format and tools; leave one out")
         if self.audio is not None and "audio" not in (self.modalities or ()):
             raise field_error("audio", "is for speech; add audio to modalities")
         if self.stream and self.audio is not None and self.audio.format not in ("pcm16", "wav"):
