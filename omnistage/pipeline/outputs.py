@@ -92,6 +92,8 @@ class Usage:
     """Prompt tokens that stand for media, by their kind."""
     reasoning_tokens: int = 0
     """Of the completion tokens."""
+    writes: bool = True
+    """Completion tokens are text, not the frames of a model that only reads aloud."""
 
 
 @dataclass(slots=True)

@@ -85,6 +85,8 @@ class Route:
     entry: str
     lead: str
     """The graph's lead stage, or its entry where these requests do not reach it."""
+    writes: bool
+    """The lead gives text."""
     ends_with_lead: bool
     """Whether every stage is on the way to the lead, the only one that may give several answers."""
     sources: Mapping[str, frozenset[str]]
@@ -103,6 +105,7 @@ class Route:
             order,
             graph.entry,
             lead,
+            graph.outputs.get(Modality.TEXT) == lead,
             needed == graph.ancestors([lead]),
             {name: needed.intersection(graph.sources(name)) for name in order},
             {name: tuple(target for target in graph.targets(name) if target in needed) for name in order},
@@ -214,7 +217,7 @@ class RequestRun:
         """Denoising steps done."""
         self.cached_tokens = 0
         self.trace = Trace(self.info.request_id, self.info.arrival)
-        self.lead = route.lead
+        self.lead, self.writes = route.lead, route.writes
         self.prompt_tokens = 0
         self.prompt_media: dict[Modality, int] = {}
         if route.lead == route.entry:
@@ -321,6 +324,7 @@ class RequestRun:
             steps=self.steps,
             cached_tokens=self.cached_tokens,
             prompt_media=self.prompt_media,
+            writes=self.writes,
         )
 
     def emit_final(self) -> None:

@@ -69,12 +69,13 @@ def speech_tokens(usage: Usage) -> int:
 
 
 def usage_of(usage: Usage) -> TokenUsage:
-    speech = speech_tokens(usage)
+    tokens = usage.completion_tokens + speech_tokens(usage)
+    text = usage.completion_tokens if usage.writes or not usage.audio_seconds else 0
     media = usage.prompt_media
     return {
         "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens + speech,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens + speech,
+        "completion_tokens": tokens,
+        "total_tokens": usage.prompt_tokens + tokens,
         "prompt_tokens_details": {
             "cached_tokens": usage.cached_tokens,
             "text_tokens": usage.prompt_tokens - sum(media.values()),
@@ -83,8 +84,8 @@ def usage_of(usage: Usage) -> TokenUsage:
             "video_tokens": media.get(Modality.VIDEO, 0),
         },
         "completion_tokens_details": {
-            "text_tokens": usage.completion_tokens,
-            "audio_tokens": speech,
+            "text_tokens": text,
+            "audio_tokens": tokens - text,
             "reasoning_tokens": usage.reasoning_tokens,
             "accepted_prediction_tokens": 0,
             "rejected_prediction_tokens": 0,
