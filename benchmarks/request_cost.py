@@ -3,9 +3,9 @@
     python benchmarks/request_cost.py before=../base after=.
     python benchmarks/request_cost.py before=../base after=. --family qwen2_5_omni
 
-Every checkout serves the same small random checkpoint in a process of its own. Its layers are left out, so that what
-is measured is what happens between the socket and the layers: HTTP, validation, chat template, tokenising, scheduling,
-sampling, events. Bursts of chats, all at once on connections that stay open, go to each checkout in turn: short answers
+Every checkout serves the same small random checkpoint in a process of its own. Its layers and its head are left out
+(`--with-head` computes the head), so that what is measured is what happens between the socket and the layers: HTTP,
+validation, chat template, tokenising, scheduling, sampling, events. Bursts of chats, all at once on connections that stay open, go to each checkout in turn: short answers
 and long ones, whose difference is what tokens cost. Processor time is that of the service's threads, by their kind, so
 that neither the client nor other programs add to it; ratios are taken within a round, and their median counts.
 """
@@ -31,8 +31,9 @@ STEP_SECONDS, PROMPT_TOKEN_SECONDS = 0.005, 22e-6
 """Of the device, about as a 7B model takes on an H200."""
 SETTLE_SECONDS = 0.2
 TOTAL, WALL = "all threads", "wall time"
+LOGIT_ROWS = 4096
 # The system's names of threads are Python's. In place of the layers there is a device: a step gives back what it is
-# given, and its tokens can be read once it would be done.
+# given, and its tokens can be read once it would be done. In place of the head there are rows of random logits.
 _PREPARE = f"""{PREPARE}
 import threading, time
 set_native_id = threading.Thread._set_native_id
@@ -58,6 +59,17 @@ def read_from_device(self, step):
     time.sleep(max(0.0, done.pop(id(step)) - time.perf_counter()))
     return read(self, step)
 Runner.__init__, Runner.launch, Runner.read = init_without_layers, launch_on_device, read_from_device
+"""
+_WITHOUT_HEAD = f"""
+import itertools, torch
+init_with_head = Runner.__init__
+def init_without_head(self, component, *args, **options):
+    init_with_head(self, component, *args, **options)
+    vocabulary = component.spec.vocab_size
+    table = torch.randn({LOGIT_ROWS}, vocabulary, generator=torch.Generator().manual_seed(1))
+    starts = itertools.cycle(range(0, {LOGIT_ROWS} // 2, 67))
+    component.logits = lambda hidden: table[(start := next(starts)) : start + hidden.shape[0]]
+Runner.__init__ = init_without_head
 """
 _WORDS = "river stone lamp garden winter paper bridge morning " * 5
 
@@ -160,14 +172,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--bursts", type=int, default=2, help="of each kind, in a round")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--with-head", action="store_true", help="also compute the product of the model's head")
     args = parser.parse_args()
     trees = dict(tree.split("=", 1) for tree in args.trees)
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         run(list(trees.values())[-1], "tiny", args.family, str(Path(scratch, "model")))
         options = ("--set", "thinker.budget.run_ahead=true")
+        prepare = _PREPARE if args.with_head else _PREPARE + _WITHOUT_HEAD
         services = {
-            name: stack.enter_context(serve(tree, Path(scratch), *options, prepare=_PREPARE))
+            name: stack.enter_context(serve(tree, Path(scratch), *options, prepare=prepare))
             for name, tree in trees.items()
         }
         asyncio.run(measure(services, args))

@@ -300,6 +300,7 @@ class _AnsweredError(Exception):
     """An error that the process itself reported: it can go on."""
 
     def __init__(self, error: OmniError) -> None:
+        super().__init__()  # without the error among its arguments, which `take` could not take away
         self._errors = [error]
 
     def take(self) -> OmniError:

@@ -108,6 +108,9 @@ _TEXT: dict[str, Row] = {
     "mm_payload": refused("files", "media are not returned"),
     "kv_transfer_params": refused({"a": 1}, "no such transfer"),
     "vllm_xargs": refused({"a": 1}, "no such extensions"),
+    "regex": yes("on|off"),
+    "ebnf": yes('root ::= "on" | "off"'),
+    "json_schema": yes('{"type": "boolean"}'),
     "guided_json": refused({}, "the older form of structured_outputs"),
     "guided_regex": refused("a", "the older form of structured_outputs"),
     "guided_choice": refused(["a"], "the older form of structured_outputs"),
@@ -190,6 +193,7 @@ FIELDS: dict[str, dict[str, Row]] = {
         "best_of": refused(3, "must be n: all answers are returned"),
         "suffix": refused("x", "text is not filled in"),
         "prompt_embeds": refused("x", "for the Python API"),
+        "add_special_tokens": refused(False, "the tokenizer decides"),
     },
     "responses": {
         **_SAMPLED,

@@ -107,6 +107,35 @@ def test_a_text_is_one_of_the_choices(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"regex": "yes|no"},
+        {"ebnf": 'root ::= "yes" | "no"'},
+        {"json_schema": '{"enum": ["yes", "no"]}'},
+    ],
+)
+def test_constraints_in_sglangs_fields_hold(server: Running, fields: dict[str, str]) -> None:
+    chat = post(server, "/v1/chat/completions", {**CHAT, "max_tokens": 20, **fields}).json()
+    text = post(server, "/v1/completions", {"prompt": "Is it?", "max_tokens": 20, **fields}).json()
+    for answer in (chat["choices"][0]["message"]["content"], text["choices"][0]["text"]):
+        assert answer.strip('"') in ("yes", "no")
+
+
+def test_a_field_of_the_default_changes_nothing(server: Running) -> None:
+    body = {"prompt": "Once", "max_tokens": 4, "temperature": 0}
+    plain = post(server, "/v1/completions", body).json()["choices"][0]["text"]
+    assert post(server, "/v1/completions", {**body, "add_special_tokens": True}).json()["choices"][0]["text"] == plain
+
+
+def test_the_paths_that_others_probe(server: Running) -> None:
+    assert httpx.get(f"{server.url}/ping").status_code == httpx.post(f"{server.url}/ping").status_code == 200
+    assert httpx.get(f"{server.url}/load").json() == {"server_load": 0}
+    (card,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert httpx.get(f"{server.url}/v1/audio/voices").json() == {"voices": card["voices"]}
+    assert card["voices"]
+
+
+@pytest.mark.parametrize(
     ("path", "body", "param"),
     [
         ("chat/completions", {**CHAT, "messages": [{**HELLO[0], "nmae": "x"}]}, "messages[0].nmae"),
@@ -121,6 +150,14 @@ def test_a_text_is_one_of_the_choices(client: openai.OpenAI) -> None:
         ("images/generations", {"prompt": "a", "partial_images": 1}, "partial_images"),
         ("images/generations", {"prompt": "a", "progress": True}, "progress"),
         ("completions", {"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
+        ("completions", {"prompt": "a", "add_special_tokens": False}, "add_special_tokens"),
+        ("chat/completions", {**CHAT, "add_special_tokens": True}, "add_special_tokens"),
+        ("chat/completions", {**CHAT, "regex": "("}, "regex"),
+        ("chat/completions", {**CHAT, "ebnf": "root ::= ("}, "ebnf"),
+        ("completions", {"prompt": "a", "json_schema": '{"type": 5}'}, "json_schema"),
+        ("completions", {"prompt": "a", "regex": "a", "ebnf": 'root ::= "a"'}, "ebnf"),
+        ("completions", {"prompt": "a", "structured_outputs": {"regex": "a"}, "json_schema": "{}"}, "json_schema"),
+        ("chat/completions", {**CHAT, "regex": "a", "response_format": {"type": "json_object"}}, "regex"),
     ],
 )
 def test_what_is_no_field_or_too_much_is_refused(server: Running, path: str, body: Any, param: str) -> None:

@@ -75,7 +75,7 @@ def test_every_route_of_the_api_asks_for_a_key(guarded: Running) -> None:
         assert httpx.request(method, f"{guarded.url}{path.replace('{', '').replace('}', '')}").status_code == 401
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics"])
+@pytest.mark.parametrize("path", ["/health", "/ping", "/ready", "/metrics", "/load"])
 def test_health_is_open(guarded: Running, path: str) -> None:
     assert httpx.get(f"{guarded.url}{path}").status_code == 200
 
@@ -83,6 +83,7 @@ def test_health_is_open(guarded: Running, path: str) -> None:
 def test_a_key_sees_and_uses_its_models_only(guarded: Running) -> None:
     with guarded.client(api_key=TEXT_ONLY) as client:
         assert [model.id for model in client.models.list()] == ["lm"]
+        assert client.get("/audio/voices", cast_to=httpx.Response).json() == {"voices": []}
         assert client.completions.create(**SHORT).choices
         with pytest.raises(openai.PermissionDeniedError) as caught:
             client.images.generate(model="draw", prompt="a hat")

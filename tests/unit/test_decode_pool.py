@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import errno
+import gc
 import io
 import os
 import signal
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -504,3 +506,23 @@ class TestDamagedFiles:
         before = resident_mib()
         fuzz("gif", 200, seed=3)
         assert resident_mib() - before < 50
+
+
+def test_an_error_of_an_item_keeps_nothing_of_its_request(pool: DecodePool) -> None:
+    class Body:
+        """Stands for what the frames of a request hold, to which its error refers."""
+
+    def failed() -> weakref.ref[Body]:
+        body = Body()
+        try:
+            decode_image(b"no picture" * 100, LIMITS)
+        except MediaError:
+            return weakref.ref(body)
+        raise ValueError("it decodes")
+
+    gc.collect()
+    gc.disable()  # reference counts alone: cycles are looked for rarely
+    try:
+        assert failed()() is None
+    finally:
+        gc.enable()

@@ -337,3 +337,24 @@ def test_an_error_does_not_keep_what_was_decoded_before_it() -> None:
         decode()
     assert caught.value.__traceback__ is not None
     assert kept[0]() is None
+
+
+def test_a_request_without_media_is_unknown_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    with media_budget(100 * MIB) as limits:
+        changes: list[object] = []
+        monkeypatch.setattr(limits, "resize", lambda *args, **options: changes.append(args))
+        monkeypatch.setattr(limits, "drop", changes.append)
+        with media_hold() as hold:
+            hold.settle(0)
+        hold.close()
+        del hold
+        assert not changes
+
+
+def test_bytes_that_were_there_already_are_given_back() -> None:
+    with media_budget(100 * MIB) as limits:
+        with media_hold() as hold:
+            hold.settle(MIB)  # embeddings that the caller sent: nothing was reserved for them
+        assert limits.held == MIB
+        del hold
+        assert limits.held == 0

@@ -81,6 +81,10 @@ class Version(TypedDict):
     version: str
 
 
+class ServerLoad(TypedDict):
+    server_load: int
+
+
 class Health(TypedDict):
     status: Literal["ok", "failed"]
 
@@ -145,6 +149,20 @@ async def health(request: Request) -> JSONResponse:
     """Whether the process is alive: 503 once a stage has failed or hangs that only a restart brings back."""
     failed = any(health.needs_restart for _, health in service_of(request).unavailable_stages())
     return JSONResponse({"status": "failed" if failed else "ok"}, status_code=503 if failed else 200)
+
+
+@router.get("/ping", responses={**response_docs(Health), 503: {"model": Health}})
+@router.post("/ping", operation_id="ping_post", responses={**response_docs(Health), 503: {"model": Health}})
+async def ping(request: Request) -> JSONResponse:
+    """`/health`, by the name that vLLM's users and SageMaker know."""
+    return await health(request)
+
+
+@router.get("/load")
+async def load(request: Request) -> ServerLoad:
+    """How many requests run or wait, as vLLM has it."""
+    models = list(service_of(request).models.values())
+    return ServerLoad(server_load=await read_stats(lambda: sum(model.omni.stats().inflight for model in models)))
 
 
 @router.get("/ready", responses={**response_docs(Readiness), 503: {"model": Readiness}})

@@ -29,7 +29,6 @@ from omnistage.server.http.routing import api_router, json_response
 from omnistage.server.http.sse import DONE, LastPiece, event, stream_response
 from omnistage.server.openai.base import only
 from omnistage.server.openai.chat.request import FORMAT_PATHS, ResponseFormat
-from omnistage.server.openai.extensions import STRUCTURED_PATHS
 from omnistage.server.openai.request_models import SamplingFields, StreamOptions
 from omnistage.server.openai.response_models import Finish, TokenUsage, finish_of, usage_of
 from omnistage.server.openai.running import RunningUsage, named, text_stage
@@ -70,6 +69,8 @@ class CompletionRequest(SamplingFields):
     response_format: ResponseFormat | None = Field(default=None, description="As with vLLM, as in a chat.")
     suffix: Annotated[str | None, only("", why="text is not filled in before a suffix; leave it out")] = None
     best_of: int | None = Field(default=None, description="Must be n: every answer is returned.")
+    # Of a chat the template writes them, of a text the tokenizer
+    add_special_tokens: Annotated[bool | None, only(True, why="is the model's own choice; leave it out")] = None
     prompt_embeds: Annotated[None, only(why="embeddings as a prompt are for the Python API; send text")] = None
 
     def check(self) -> None:
@@ -83,12 +84,12 @@ class CompletionRequest(SamplingFields):
             raise InvalidRequestError(
                 "log probabilities of the prompt are not computed; leave echo or logprobs out", param="echo"
             )
-        if self.structured_outputs is not None and self.response_format is not None:
-            raise InvalidRequestError("goes without response_format; send one of them", param="structured_outputs")
+        if (constraint := self.constraint_field) is not None and self.response_format is not None:
+            raise InvalidRequestError("goes without response_format; send one of them", param=constraint)
 
     def structured(self) -> StructuredOutput | None:
-        if self.structured_outputs is not None:
-            return self.structured_outputs.structured()
+        if self.constraint_field is not None:
+            return self.constraint()
         return self.response_format.structured() if self.response_format is not None else None
 
 
@@ -166,7 +167,7 @@ async def _running(
 ) -> AsyncIterator[list[OutputStream]]:
     """All prompts at once. They are one request at the key's rate, and as many running ones as they have answers."""
     sampling = body.sampling_params("max_tokens", structured=body.structured())
-    paths = FORMAT_PATHS if body.structured_outputs is None else STRUCTURED_PATHS
+    paths = body.constraint_paths() or FORMAT_PATHS
     stage = text_stage(model)
     params: dict[str, StageParams] = {stage: sampling} if sampling is not None else {}
     options = RequestOptions(["text"], None, body.priority, body.timeout)

@@ -35,6 +35,15 @@ STRUCTURED_PATHS = {
 }
 
 
+SGLANG_PATHS = {
+    "structured": "regex",
+    "structured.json_schema": "json_schema",
+    "structured.regex": "regex",
+    "structured.grammar": "ebnf",
+}
+"""Where the constraint came in SGLang's fields."""
+
+
 class StructuredOutputs(WireModel):
     """vLLM's `structured_outputs`: exactly one constraint."""
 
@@ -84,6 +93,12 @@ class ExtensionFields(WireModel):
     """Fields without effect, with the value that asks for nothing."""
 
     structured_outputs: StructuredOutputs | None = None
+    # SGLang's names of its kinds
+    regex: str | None = Field(default=None, description="SGLang's form of structured_outputs.regex.")
+    ebnf: str | None = Field(default=None, description="SGLang's form of structured_outputs.grammar.")
+    json_schema: str | dict[str, JsonValue] | None = Field(
+        default=None, description="SGLang's form of structured_outputs.json."
+    )
     allowed_token_ids: Annotated[tuple[int, ...], max_items(MAX_ALLOWED_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -127,6 +142,38 @@ class ExtensionFields(WireModel):
     guided_regex: Annotated[None, only(why=_GUIDED)] = None
     guided_choice: Annotated[None, only(why=_GUIDED)] = None
     guided_grammar: Annotated[None, only(why=_GUIDED)] = None
+
+    @field_validator("regex", "ebnf", "json_schema")
+    @classmethod
+    def _alone(cls, sent: object, info: ValidationInfo) -> object:
+        others = ("structured_outputs", "regex", "ebnf")
+        if sent is not None and any(info.data.get(name) is not None for name in others):
+            raise ValueError("goes without other constraints; send one of structured_outputs, regex, ebnf, json_schema")
+        return sent
+
+    @property
+    def constraint_field(self) -> str | None:
+        """The field that constrains the text, of those above."""
+        for name in ("structured_outputs", "regex", "ebnf", "json_schema"):
+            if getattr(self, name) is not None:
+                return name
+        return None
+
+    def constraint(self) -> StructuredOutput | None:
+        """What the text is constrained to, in vLLM's or SGLang's fields."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.structured()
+        if self.json_schema is not None:
+            return StructuredOutput(json_schema=self.json_schema)  # type: ignore[arg-type]  # of JSON's values
+        if self.regex is not None or self.ebnf is not None:
+            return StructuredOutput(regex=self.regex, grammar=self.ebnf)
+        return None
+
+    def constraint_paths(self) -> Mapping[str, str]:
+        """The parts of that constraint as the engines name them, and where the client sent them."""
+        if self.structured_outputs is not None:
+            return STRUCTURED_PATHS
+        return {} if self.constraint_field is None else {**SGLANG_PATHS, "structured": self.constraint_field}
 
     def note_ignored(self) -> None:
         """Name the fields that were sent and have no effect in a header of the response."""

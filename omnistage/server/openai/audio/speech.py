@@ -88,6 +88,18 @@ class SpeechEvent(TypedDict):
     usage: NotRequired[TokenCounts]
 
 
+class VoiceList(TypedDict):
+    voices: list[str]
+
+
+@router.get("/v1/audio/voices")
+async def list_voices(request: Request) -> VoiceList:
+    """The voices of all models that this key may use, as vLLM-Omni's clients ask for them."""
+    allowed = caller(request).models
+    models = [each for name, each in service_of(request).models.items() if allowed is None or name in allowed]
+    return VoiceList(voices=list(dict.fromkeys(voice for model in models for voice in model.omni.voices.voices)))
+
+
 @router.post("/v1/audio/speech", response_class=Response, responses=response_docs(events=SpeechEvent, files=_FILES))
 async def speech(body: SpeechRequest, request: Request) -> Response:
     """Speak a text: as it is where the model can, else by a chat model that is asked to say it."""

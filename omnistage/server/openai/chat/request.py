@@ -23,7 +23,7 @@ from omnistage.server.openai.base import (
     only,
 )
 from omnistage.server.openai.chat.messages import UncheckedMessages
-from omnistage.server.openai.extensions import STRUCTURED_PATHS, TemplateFields
+from omnistage.server.openai.extensions import TemplateFields
 from omnistage.server.openai.request_models import AudioOptions, SamplingFields
 from omnistage.server.openai.tools import ExactSchema, JsonSchema, ToolFields
 
@@ -124,8 +124,8 @@ class ChatRequest(SamplingFields, TemplateFields, ToolFields):
         return "audio" in (self.modalities or ())
 
     def _structured_text(self) -> StructuredOutput | None:
-        if self.structured_outputs is not None:
-            return self.structured_outputs.structured()
+        if self.constraint_field is not None:
+            return self.constraint()
         return self.response_format.structured() if self.response_format is not None else None
 
     def exact_schemas(self) -> list[ExactSchema]:
@@ -156,11 +156,11 @@ class ChatRequest(SamplingFields, TemplateFields, ToolFields):
         explicit = self.audio is not None and "format" in self.audio.model_fields_set
         if self.stream and explicit and self.audio is not None and self.audio.format != "pcm16":
             raise InvalidRequestError("a stream carries pcm16; ask for that", param="audio.format")
-        if self.structured_outputs is not None:
+        if (constraint := self.constraint_field) is not None:
             if self.response_format is not None and self.response_format.type != "text":
-                raise InvalidRequestError("goes without response_format; send one of them", param="structured_outputs")
+                raise InvalidRequestError("goes without response_format; send one of them", param=constraint)
             if toolbox is not None:
-                raise InvalidRequestError("goes without tools; leave one out", param="structured_outputs")
+                raise InvalidRequestError("goes without tools; leave one out", param=constraint)
         if toolbox is None:
             return
         if self.speaks:
@@ -173,6 +173,4 @@ class ChatRequest(SamplingFields, TemplateFields, ToolFields):
         drawing = self.drawing.model_fields_set if self.drawing is not None else set()
         # Some names are the request's own too: where both are sent, it is unknown which one is meant.
         paths = {**_ERROR_PATHS, **{name: f"drawing.{name}" for name in drawing - self.model_fields_set}}
-        if self.structured_outputs is not None:
-            paths |= STRUCTURED_PATHS
-        return paths
+        return {**paths, **self.constraint_paths()}
