@@ -1,4 +1,4 @@
-"""Decode steps as TorchScript: the numbers of the plain path for every batch, and the plain path where that cannot be."""
+"""Decode steps as TorchScript: the plain path's numbers in every batch, and the plain path where that cannot be."""
 
 from __future__ import annotations
 

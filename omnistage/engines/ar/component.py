@@ -169,7 +169,7 @@ class ARComponent(ABC):
     suppress_token_ids: tuple[int, ...] = ()
     tokenizer: PreTrainedTokenizerFast | None = None
     pure_forward = False
-    """All that `forward` does is its result: nothing is kept aside, and nothing but its arguments and weights counts."""
+    """`forward` keeps nothing aside, and its result depends on its arguments and the weights alone."""
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:

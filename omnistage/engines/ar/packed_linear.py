@@ -82,7 +82,7 @@ class BlockedLinear(PackedLinear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not input.numel():
             return input.new_empty(*input.shape[:-1], self.out_features)
-        if torch.jit.is_tracing():
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return _traceable_product()(input, self._packed, self.bias)
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(input, self._packed, self.bias, "none", [], "")
         return out
@@ -95,8 +95,8 @@ def _traceable_product() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor |
 def product(rows: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
 """
-    unit = torch.jit.CompilationUnit(source)  # type: ignore[no-untyped-call]
-    return unit.product  # type: ignore[no-any-return]
+    product: Callable[..., torch.Tensor] = torch.jit.CompilationUnit(source).product
+    return product
 
 
 def has_packed_float() -> bool:

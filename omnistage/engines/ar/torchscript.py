@@ -5,9 +5,9 @@ runs the component's forward once over made-up rows and notes its operators, wit
 TorchScript runs these for every later step of nothing but generated tokens. There are two programs: for one sequence,
 whose keys and values are read in place, and for several.
 
-A program holds what the forward does whatever the rows are. So a forward whose Python reads numbers of its tensors, like
-a loop over the experts that are used, is not traced; nor one that gives other numbers than the plain path, which is the
-reference, for other rows, other lengths and another number of sequences.
+A program holds what the forward does whatever the rows are. So a forward whose Python reads numbers of its tensors,
+like a loop over the experts that are used, is not traced; nor one that gives other numbers than the plain path, which
+is the reference, for other rows, other lengths and another number of sequences.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _attend_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: _Single, how: ScoreOptions
 ) -> torch.Tensor:
     first, end = plan.span[0], plan.span[1]
-    k, v = cache[0][first:end], cache[1][first:end]  # type: ignore[misc]  # tensors, or they would be constants
+    k, v = cache[0][first:end], cache[1][first:end]  # by tensors: numbers would be constants
     k[-1:].copy_(key)
     v[-1:].copy_(value)
     q = query.unflatten(1, (_sizes(cache[0])[0], -1))  # type: ignore[no-untyped-call]
@@ -156,11 +156,11 @@ def _sizes(cache: torch.Tensor) -> tuple[int, int]:
     return heads, dim
 
 
-class _ReadsNumbers(TorchDispatchMode):
+class _ReadsNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes which operators let Python see numbers."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -263,7 +263,9 @@ class DecodeScripts:
         inputs = (step.embeds, step.positions, *step.arguments(self._backend), _flat(step.caches))
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            traced = torch.jit.trace(_Program(self._component, several), inputs, check_trace=False)
+            traced = torch.jit.trace(  # type: ignore[no-untyped-call]
+                _Program(self._component, several), inputs, check_trace=False
+            )
         # The others are that sizes become constants, which the comparison finds out, and that torch means to replace
         # TorchScript.
         for warning in told:
