@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from omnistage.core.errors import InvalidRequestError, StageError
-from omnistage.core.types import ARInput, MediaSpan, Modality, RequestInfo
+from omnistage.core.errors import InvalidRequestError
+from omnistage.core.types import ARInput, RequestInfo
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.models._qwen_omni.positions import vision_bytes, with_positions
+from omnistage.models._qwen_omni.thinker import MediaThinker
 from omnistage.models.decoder import DecoderComponent
 from omnistage.models.loading import end_token_ids
 from omnistage.models.qwen2_5_omni.voices import Speakers, first_voice
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     )
 
 
-class Thinker(DecoderComponent):
+class Thinker(MediaThinker):
     """The language model with its vision and audio towers. Emits embedding plus final hidden state, for the talker."""
 
     def __init__(
@@ -34,14 +35,9 @@ class Thinker(DecoderComponent):
         tokenizer: PreTrainedTokenizerFast | None = None,
     ) -> None:
         config = model.config.text_config
-        size = int(config.hidden_size)
-        super().__init__(model, model.get_decoder(), model.lm_head, config, position_dims=3, emit_size=size)
+        super().__init__(model, emit_size=int(config.hidden_size))
         self.tokenizer = tokenizer
         self.eos_token_ids = end_token_ids(model.config, config, model.generation_config, tokenizer)
-
-    def prepare(self, info: RequestInfo, payload: ARInput) -> ARInput:
-        del info
-        return with_positions(self.model, payload, payload.token_ids)
 
     def media_bytes(self, tokens: int) -> int:
         return vision_bytes(self.model.config.vision_config, self.dtype, tokens)
@@ -49,16 +45,6 @@ class Thinker(DecoderComponent):
     def emit(self, embeds: torch.Tensor, hidden: torch.Tensor, media: torch.Tensor) -> torch.Tensor:
         # Media reach the talker through the hidden state only: their embeddings count as zero.
         return embeds.masked_fill(media, 0.0) + hidden
-
-    def encode(self, span: MediaSpan) -> torch.Tensor:
-        inputs = {name: value.to(self.device) for name, value in span.inputs.items()}
-        if span.kind in (Modality.IMAGE, Modality.VIDEO):
-            visual = self.model.get_image_features if span.kind is Modality.IMAGE else self.model.get_video_features
-            return torch.cat(tuple(visual(**inputs, return_dict=True).pooler_output))
-        if span.kind is Modality.AUDIO:
-            inputs["input_features"] = inputs["input_features"].to(self.dtype)
-            return self.model.get_audio_features(**inputs, return_dict=True).last_hidden_state  # type: ignore[no-any-return]
-        raise StageError(f"Qwen2.5-Omni has no encoder for {span.kind}")
 
 
 class Talker(DecoderComponent):

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from omnistage.core.errors import CheckpointError, InvalidRequestError, StageError
+from omnistage.core.errors import CheckpointError, InvalidRequestError
 from omnistage.core.types import ARInput, MediaSpan, Modality, RequestInfo
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import Choose, ResidualCodes
 from omnistage.engines.ar.depth_decoder import DepthDecoder, PlainDecoder, predict_codes
 from omnistage.engines.streams import upload
 from omnistage.models._qwen_omni.positions import vision_bytes, with_positions
+from omnistage.models._qwen_omni.thinker import MediaThinker
 from omnistage.models.decoder import DecoderComponent
 from omnistage.models.loading import end_token_ids
 
@@ -39,7 +40,7 @@ _PIECE_WINDOWS = 8
 _RESIDUAL_TOP_K, _RESIDUAL_TOP_P, _RESIDUAL_TEMPERATURE = 50, 0.8, 1.0
 
 
-class Thinker(DecoderComponent):
+class Thinker(MediaThinker):
     """The language model with its vision and audio towers.
 
     For the talker it emits a token's embedding, and for media the hidden state that comes out of layer `accept_layer`;
@@ -55,7 +56,7 @@ class Thinker(DecoderComponent):
         config = model.config.text_config
         size = int(config.hidden_size)
         emit = 0 if accept_layer is None else size
-        super().__init__(model, model.get_decoder(), model.lm_head, config, position_dims=3, emit_size=emit)
+        super().__init__(model, emit_size=emit)
         levels = len(model.config.vision_config.deepstack_visual_indexes)
         self.spec = replace(self.spec, fractional_positions=True, deep_size=levels * size)
         self.tokenizer = tokenizer
@@ -67,10 +68,6 @@ class Thinker(DecoderComponent):
 
     def _tap(self, _layer: object, _args: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
         self._tapped = output if isinstance(output, torch.Tensor) else output[0]
-
-    def prepare(self, info: RequestInfo, payload: ARInput) -> ARInput:
-        del info
-        return with_positions(self.model, payload, payload.token_ids)
 
     def media_bytes(self, tokens: int) -> int:
         audio = self.model.config.audio_config
@@ -99,16 +96,9 @@ class Thinker(DecoderComponent):
         return embeds if accepted is None else torch.where(media, accepted, embeds)
 
     def encode(self, span: MediaSpan) -> torch.Tensor:
-        inputs = {name: value.to(self.device) for name, value in span.inputs.items()}
-        if span.kind in (Modality.IMAGE, Modality.VIDEO):
-            visual = self.model.get_image_features if span.kind is Modality.IMAGE else self.model.get_video_features
-            out = visual(**inputs, return_dict=True)
-            # Some releases of transformers split the levels by item, too; there is one item.
-            levels = [x if isinstance(x, torch.Tensor) else torch.cat(x) for x in out.deepstack_features]
-            return torch.cat((torch.cat(tuple(out.pooler_output)), *levels), dim=1)
-        if span.kind is Modality.AUDIO:
-            return self._encode_audio(len(span.positions), **inputs)
-        raise StageError(f"Qwen3-Omni has no encoder for {span.kind}")
+        if span.kind is not Modality.AUDIO:
+            return super().encode(span)
+        return self._encode_audio(len(span.positions), **{n: value.to(self.device) for n, value in span.inputs.items()})
 
     def _encode_audio(
         self,
