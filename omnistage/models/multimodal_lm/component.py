@@ -169,10 +169,12 @@ def load(context: LoadContext) -> ARComponent:
         processor.use_whole_prompts()
         processor.check_media()
     model, tokenizer = read_model(context, auto)
+    settings = model.generation_config
     try:
         return GroupedMultimodalLM(model, tokenizer, processor, reason=reason)
     except UnsupportedModelError as error:
         reason = f"{reason}; {error}"
+    model.generation_config = settings  # what was tried has put its own there, without the end tokens
     return OwnCacheMultimodalLM(model, tokenizer, processor, reason=reason)
 
 
