@@ -198,7 +198,9 @@ def test_clips_come_at_the_rate_that_the_model_hears(checkpoint_of: Callable[...
     assert MultimodalProcessor.load(folder).clip_rate == 24_000
     clip = AudioClip(sample_media(Modality.AUDIO, 0, 44_100)[1], 44_100)
     with Omni(folder, device="cpu", progress=False) as omni:
-        [output] = omni.chat([[{"role": "user", "content": [{"type": "audio", "audio": clip}]}]], GREEDY, progress=False)
+        [output] = omni.chat(
+            [[{"role": "user", "content": [{"type": "audio", "audio": clip}]}]], GREEDY, progress=False
+        )
     assert output.error is None
 
 

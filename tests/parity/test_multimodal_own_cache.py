@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -198,6 +199,13 @@ def test_a_model_whose_answers_do_not_depend_on_its_pictures_is_refused(
     monkeypatch.setattr(OwnCacheMultimodalLM, "_on_device", blind)
     with pytest.raises(OmniError, match="same answer whatever the image is"):
         load(context_of(git))
+
+
+def test_end_tokens_of_the_checkpoint_are_known_after_another_way_was_tried(git: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(git, folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}', encoding="utf-8")
+    assert load(context_of(folder)).eos_token_ids == (2, 7)
 
 
 def test_a_model_without_a_chat_template_gets_the_texts_and_one_picture(git: Path) -> None:

@@ -24,6 +24,7 @@ from omnistage.engines.ar.attention import (
     paged_attention,
 )
 from omnistage.engines.ar.attention.sdpa import SdpaBackend, SdpaPlan
+from omnistage.engines.ar.attention.triton_backend import TritonBackend
 
 SLOW_MACHINE = [HealthCheck.too_slow]
 
@@ -208,6 +209,20 @@ def test_tokens_of_a_range_see_all_of_it_where_attention_looks_ahead(window: int
         torch.testing.assert_close(got[offset : offset + count], expected, rtol=1e-4, atol=1e-5)
         offset += count
     assert not torch.equal(got, causal)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_triton_backend_leaves_steps_that_look_ahead_to_the_reference(ahead: bool) -> None:
+    scene = make_scene([(3, 7), (9, 1)])
+    counts, lengths = np.array([7, 1], dtype=np.int32), np.array([10, 10], dtype=np.int32)
+    ends = [np.array([4, 8, 8, 8, 8, 9, 10]), None]
+    layout = BatchLayout(counts, lengths, scene.slots, [np.zeros(1, dtype=np.int32)] * 2, ends)
+    got = []
+    for backend in (SdpaBackend(), TritonBackend()):
+        scene.paged.backend, scene.paged.plan = backend, backend.plan(layout, CPU)
+        current.paged = scene.paged
+        got.append(scene.run(scale=0.3, window=5, ahead=ahead))
+    torch.testing.assert_close(got[0], got[1], rtol=0, atol=0)
 
 
 def test_one_plan_serves_layers_with_and_without_a_window() -> None:

@@ -295,7 +295,12 @@ def shard(config: PreTrainedConfig, size: int) -> None:
 
 
 def test_rank_0_hands_on_every_hook_of_a_component() -> None:
-    refused = {"recurrent_modules", "forward_group", "advance_group", "open_sequence"}  # such models do not run over ranks
+    refused = {
+        "recurrent_modules",
+        "forward_group",
+        "advance_group",
+        "open_sequence",
+    }  # such models do not run over ranks
     before = {"shard"}  # is called with the component itself
     of_defaults = {"modules", "decoders", "heads"}  # the decoder alone is divided and prepared
     attributes = {"eos_token_ids", "suppress_token_ids", "tokenizer"}  # are set when it is made

@@ -150,9 +150,11 @@ def load_any(context: LoadContext) -> ARComponent:
     del model
     gc.collect()
     model, tokenizer = read_model(context)
+    settings = model.generation_config
     try:
         return OwnForwardLM(model, tokenizer, reason=reason)
     except UnsupportedModelError:
+        model.generation_config = settings  # what was tried has put its own there, without the end tokens
         return OwnCacheLM(model, tokenizer, reason=reason)
 
 

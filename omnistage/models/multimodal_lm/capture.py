@@ -45,6 +45,10 @@ class DecoderInputs:
     others: tuple[str, ...]
     """Names of further arguments, which a flattened batch does not carry."""
 
+    def rows(self) -> torch.Tensor:
+        """`[n, E]`, or `[n, E + levels * E]`: what a media item is on the engine."""
+        return self.embeds if self.deep is None else torch.cat((self.embeds, self.deep), dim=1)
+
 
 class _Reached(Exception):
     """The forward has come to the decoder."""

@@ -124,13 +124,9 @@ class MultimodalLM(CausalLM):
         if not len(span.positions):  # another holds the rows of all
             return torch.empty(0, self.spec.embed_size, device=self.device, dtype=self.dtype)
         found = self.captured(span.inputs)
-        if self.spec.deep_size:
-            if found.deep is None:
-                return found.embeds
-            if found.deep.shape[1] != self.spec.deep_size:
-                raise StageError(f"media give {found.deep.shape[1]} numbers a token for deeper layers, not as planned")
-            return torch.cat((found.embeds, found.deep), dim=1)
-        return found.embeds
+        if found.deep is not None and found.deep.shape[1] != self.spec.deep_size:
+            raise StageError(f"media give {found.deep.shape[1]} numbers a token for deeper layers, not as planned")
+        return found.rows()
 
     def captured(self, inputs: Mapping[str, torch.Tensor]) -> DecoderInputs:
         """What the model's forward hands to its decoder for a processor's outputs."""
@@ -173,10 +169,12 @@ def load(context: LoadContext) -> ARComponent:
         processor.use_whole_prompts()
         processor.check_media()
     model, tokenizer = read_model(context, auto)
+    settings = model.generation_config
     try:
         return GroupedMultimodalLM(model, tokenizer, processor, reason=reason)
     except UnsupportedModelError as error:
         reason = f"{reason}; {error}"
+    model.generation_config = settings  # what was tried has put its own there, without the end tokens
     return OwnCacheMultimodalLM(model, tokenizer, processor, reason=reason)
 
 

@@ -39,11 +39,6 @@ class Thinker(OmniThinker):
         # Media reach the talker through the hidden state only: their embeddings count as zero.
         return embeds.masked_fill(media, 0.0) + hidden
 
-    def audio_rows(self, rows: int, input_features: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
-        del rows
-        out = self.model.get_audio_features(input_features.to(self.dtype), **inputs, return_dict=True)
-        return out.last_hidden_state  # type: ignore[no-any-return]
-
 
 class Talker(DecoderComponent):
     """The codec language model. Each of its tokens needs a row of the thinker's reply: it runs as the reply grows.

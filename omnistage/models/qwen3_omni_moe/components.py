@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from omnistage.core.errors import CheckpointError, InvalidRequestError
-from omnistage.core.types import ARInput, RequestInfo
+from omnistage.core.types import ARInput, MediaSpan, Modality, RequestInfo
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import Choose, ResidualCodes
 from omnistage.engines.ar.depth_decoder import DepthDecoder, PlainDecoder, predict_codes
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
         Qwen3OmniMoeTalkerForConditionalGeneration,
         Qwen3OmniMoeThinkerForConditionalGeneration,
     )
-    from transformers.modeling_outputs import ModelOutput
 
 _DEFAULT_VOICE = "Ethan"
 _HEADER = 3
@@ -88,13 +87,18 @@ class Thinker(OmniThinker):
         accepted, self._accepted = self._accepted, None
         return embeds if accepted is None else torch.where(media, accepted, embeds)
 
-    def visual_rows(self, features: ModelOutput) -> torch.Tensor:
-        # Some releases of transformers split the levels by item, too; there is one item.
-        levels = [x if isinstance(x, torch.Tensor) else torch.cat(x) for x in features.deepstack_features]
-        return torch.cat((super().visual_rows(features), *levels), dim=1)
+    def encode(self, span: MediaSpan) -> torch.Tensor:
+        if span.kind is not Modality.AUDIO:
+            return super().encode(span)
+        return self._encode_audio(len(span.positions), **{n: value.to(self.device) for n, value in span.inputs.items()})
 
-    def audio_rows(self, rows: int, input_features: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
-        feature_attention_mask, padded_frames = inputs["feature_attention_mask"], inputs.get("padded_frames")
+    def _encode_audio(
+        self,
+        rows: int,
+        input_features: torch.Tensor,
+        feature_attention_mask: torch.Tensor,
+        padded_frames: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         if padded_frames is not None:  # as beside a clip of that length
             more = int(padded_frames) - input_features.shape[-1]
             input_features = torch.nn.functional.pad(input_features, (0, more)).repeat(2, 1, 1)

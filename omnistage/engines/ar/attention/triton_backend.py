@@ -167,8 +167,6 @@ def _attend_op(
     ahead: bool,
 ) -> None:
     """One opaque operator, so that `torch.compile` of a layer does not break or look inside."""
-    from omnistage.engines.ar.attention import triton_paged
-
     paged: PagedContext = current.paged
     plan = paged.plan
     if isinstance(plan, SdpaPlan):
@@ -177,6 +175,8 @@ def _attend_op(
         return
     if not isinstance(plan, TritonPlan):
         raise TypeError(f"plan of another backend: {type(plan).__name__}")
+    from omnistage.engines.ar.attention import triton_paged
+
     triton_paged.paged_attention(
         query,
         k_cache,
