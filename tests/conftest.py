@@ -5,10 +5,12 @@ from omnistage.compat import prepare_torchvision
 prepare_torchvision(required=False)
 
 import gc  # noqa: E402
+import inspect  # noqa: E402
 import random  # noqa: E402
 import secrets  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 
+import httpx  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
@@ -16,6 +18,9 @@ from hypothesis import settings  # noqa: E402
 # An example may take any time: on cores that others use too, hypothesis' 200 ms fail now and then.
 settings.register_profile("omnistage", deadline=None)
 settings.load_profile("omnistage")
+# httpx gives up after 5 seconds by default, which is too early beside other load; all its calls share these.
+_timeouts = inspect.signature(httpx.get).parameters["timeout"].default
+_timeouts.connect = _timeouts.read = _timeouts.write = _timeouts.pool = 120.0
 
 
 @pytest.fixture(scope="session", autouse=True)

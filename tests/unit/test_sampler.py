@@ -267,11 +267,12 @@ def test_each_penalised_row_counts_its_own_tokens_in_its_own_place() -> None:
 
 def test_the_places_of_penalised_tokens_are_as_many_as_the_tokens() -> None:
     """However often one is sampled: a long output of few tokens costs no more than a short one."""
-    places = _Places([np.array([0, 1, 0, 0], dtype=np.int32), np.zeros(4, dtype=np.int32)], [0, 2])
+    prompts = [np.array(counts, dtype=np.int32) for counts in ([0, 1, 0, 0], [0, 0, 0, 1])]
+    places = _Places(prompts, [0, 2])
     for ids in ([1, 9, 3], [2, 9, 3], [2, 9, 3], [1, 9, 0]):
         places.add(np.array(ids))
     assert sorted(places.in_stack.tolist()) == [1, 2, 4, 7]
-    assert places.stack.tolist() == [[0, 3, 2, 0], [1, 0, 0, 3]]
+    assert places.stack.tolist() == [[0, 3, 2, 0], [1, 0, 0, 4]]
     assert sorted(zip(places.row.tolist(), places.in_part.tolist(), strict=True)) == [(0, 1), (0, 2), (1, 8), (1, 11)]
 
 
