@@ -14,6 +14,7 @@ from omnistage.core.params import SamplingParams
 from omnistage.core.types import ARInput, RequestInfo, StageInput, TokenChunk
 from omnistage.engines.ar import torchscript
 from omnistage.engines.ar.attention import PagedContext
+from omnistage.engines.ar.cpu_kernels import MIN_ROWS
 from omnistage.engines.ar.packed_linear import BlockedLinear, HalfLinear, PackedLinear, has_packed_float
 from omnistage.engines.ar.stage import ARStage
 from omnistage.engines.quantisation.packed import PackedInt8Linear, has_packed_int8
@@ -122,6 +123,16 @@ def test_packed_weights_are_parts_of_the_program(
     got = answers(stage, 5)
     assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
     assert max(rows) == 5
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="layers take the weight first with MKL alone")
+def test_more_rows_of_weights_that_are_not_packed_take_the_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    component = component_of("llama, grouped heads")
+    expected = answers(stage_of(component, pack_weights=False, torchscript=False), MIN_ROWS + 2)
+    stage = stage_of(component, pack_weights=False)
+    rows = count_runs(stage, monkeypatch)
+    assert_same(answers(stage, MIN_ROWS + 2), expected)
+    assert 0 < max(rows) < MIN_ROWS
 
 
 @pytest.mark.skipif(not has_packed_int8(), reason="packed int8 weights need x86")
