@@ -206,6 +206,13 @@ def test_what_cannot_be_a_program_has_none() -> None:
         assert stage_of(component, **budget).runner.scripts is None
     component.pure_forward = False
     assert stage_of(component).runner.scripts is None
+
+    class WithState(CausalLM):
+        def forward(self, embeds: torch.Tensor, positions: torch.Tensor, paged: PagedContext) -> torch.Tensor:
+            self.last = embeds  # a program would not
+            return super().forward(embeds, positions, paged)
+
+    assert stage_of(WithState(make_model("LlamaConfig"))).runner.scripts is None
     for name in ("gemma2, soft caps", "gpt-oss, sinks"):
         assert stage_of(component_of(name)).runner.scripts is None
 
