@@ -23,6 +23,8 @@ DRAW_LAYER = 10
 class Thinker(CausalLM):
     """Hidden states are `[T, 2H]`: the last layer's, for logits, and beside them those that are emitted."""
 
+    pure_forward = True
+
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None) -> None:
         layers = int(model.config.get_text_config().num_hidden_layers)
         if layers <= DRAW_LAYER:

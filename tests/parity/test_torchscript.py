@@ -14,6 +14,7 @@ from omnistage.core.params import SamplingParams
 from omnistage.core.types import ARInput, RequestInfo, StageInput, TokenChunk
 from omnistage.engines.ar import torchscript
 from omnistage.engines.ar.attention import PagedContext
+from omnistage.engines.ar.cpu_kernels import MIN_ROWS
 from omnistage.engines.ar.packed_linear import BlockedLinear, HalfLinear, PackedLinear, has_packed_float
 from omnistage.engines.ar.stage import ARStage
 from omnistage.engines.quantisation.packed import PackedInt8Linear, has_packed_int8
@@ -124,6 +125,16 @@ def test_packed_weights_are_parts_of_the_program(
     assert max(rows) == 5
 
 
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="layers take the weight first with MKL alone")
+def test_more_rows_of_weights_that_are_not_packed_take_the_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    component = component_of("llama, grouped heads")
+    expected = answers(stage_of(component, pack_weights=False, torchscript=False), MIN_ROWS + 2)
+    stage = stage_of(component, pack_weights=False)
+    rows = count_runs(stage, monkeypatch)
+    assert_same(answers(stage, MIN_ROWS + 2), expected)
+    assert 0 < max(rows) < MIN_ROWS
+
+
 @pytest.mark.skipif(not has_packed_int8(), reason="packed int8 weights need x86")
 def test_quantised_layers_run_as_torchscript_with_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     component = component_of("qwen2, biases")
@@ -195,6 +206,13 @@ def test_what_cannot_be_a_program_has_none() -> None:
         assert stage_of(component, **budget).runner.scripts is None
     component.pure_forward = False
     assert stage_of(component).runner.scripts is None
+
+    class WithState(CausalLM):
+        def forward(self, embeds: torch.Tensor, positions: torch.Tensor, paged: PagedContext) -> torch.Tensor:
+            self.last = embeds  # a program would not
+            return super().forward(embeds, positions, paged)
+
+    assert stage_of(WithState(make_model("LlamaConfig"))).runner.scripts is None
     for name in ("gemma2, soft caps", "gpt-oss, sinks"):
         assert stage_of(component_of(name)).runner.scripts is None
 

@@ -169,7 +169,15 @@ class ARComponent(ABC):
     suppress_token_ids: tuple[int, ...] = ()
     tokenizer: PreTrainedTokenizerFast | None = None
     pure_forward = False
-    """`forward` keeps nothing aside, and its result depends on its arguments and the weights alone."""
+    """`forward` keeps nothing aside, and its result depends on its arguments and the weights alone.
+
+    A class that has a `forward` of its own says so itself.
+    """
+
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        if "forward" in vars(cls) and "pure_forward" not in vars(cls):
+            cls.pure_forward = False
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:

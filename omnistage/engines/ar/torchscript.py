@@ -38,6 +38,7 @@ from omnistage.engines.ar.attention import (
 )
 from omnistage.engines.ar.attention.sdpa import SdpaBackend, SdpaPlan
 from omnistage.engines.ar.component import ARComponent
+from omnistage.engines.ar.cpu_kernels import MIN_ROWS, WeightFirstLinear
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +213,10 @@ class DecodeScripts:
         self._component = component
         self._backend = backend
         self._caches = _flat(caches)
+        layers = [module for network in component.decoders for module in network.modules()]
+        weight_first = any(isinstance(layer, WeightFirstLinear) for layer in layers)
+        self._max_rows = MIN_ROWS - 1 if weight_first else None
+        """Layers that are not packed take the weight first for more, which a program would not."""
         self._programs: dict[bool, Callable[..., torch.Tensor]] = {}
         """By whether they are for several sequences."""
 
@@ -219,7 +224,8 @@ class DecodeScripts:
         self, embeds: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor, layout: BatchLayout
     ) -> torch.Tensor | None:
         """Hidden states `[B, H]` of a step with one token of each sequence; None: it is for the plain path."""
-        if len(embeds) != len(layout.query_lengths):
+        rows = len(embeds)
+        if rows != len(layout.query_lengths) or (self._max_rows is not None and rows > self._max_rows):
             return None
         plan = self._backend.plan(layout, embeds.device)
         if not isinstance(plan, SdpaPlan) or plan.single_slots is None:
