@@ -170,7 +170,7 @@ def whole_logits(component: ARComponent, ids: Sequence[int]) -> Tensor:
         raise UnsupportedModelError(
             f"{type(component).__name__} has no model of transformers whose logits are compared"
         )
-    paged = component.spec.own_state is None
+    paged = component.spec.own_state is None and not component.spec.grouped
     if paged:
         _use_stock_attention(component.decoder)
     try:

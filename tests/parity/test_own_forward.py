@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from omnistage.bench.fidelity import whole_logits
 from omnistage.config.schema import ARBudget
 from omnistage.core.errors import InvalidRequestError, UnsupportedModelError
 from omnistage.core.params import SamplingParams
@@ -69,6 +70,14 @@ def tokens_of(chunks: Sequence[StageChunk], count: int) -> list[list[int]]:
         if isinstance(chunk.payload, TokenChunk):
             answers[int(chunk.request_id)].extend(chunk.payload.token_ids)
     return answers
+
+
+def test_it_answers_as_before_after_its_logits_were_compared() -> None:
+    """Its attention is its own: there is nothing to exchange for the comparison."""
+    component = OwnForwardLM(bart(), None)
+    before = component.decoder.config._attn_implementation
+    assert whole_logits(component, PROMPTS[0]).shape == (len(PROMPTS[0]), component.spec.vocab_size)
+    assert component.decoder.config._attn_implementation == before
 
 
 @pytest.mark.parametrize(("make", "padded"), [(gptj, True), (bloom, True), (bart, False)])
