@@ -267,7 +267,8 @@ class Service:
         preparation = Cancellation()
         answers, param = prompts * model.answers(params), "prompts" if prompts > 1 else "n"
         with self._admitted(holder, model, preparation, answers, rename, param) as record:
-            params = plan_adapters(model, holder, params)
+            if model.adapter is not None or holder.models is not None:
+                params = plan_adapters(model, holder, params)
             params, think_block = plan_thinking(model.thinking, prompt, params, options)
             request_id = checked_request_id(request_id)
             _remember(self._holders, request_id, holder.name)
