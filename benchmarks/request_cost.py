@@ -5,9 +5,10 @@
 
 Every checkout serves the same small random checkpoint in a process of its own. Its layers and its head are left out
 (`--with-head` computes the head), so that what is measured is what happens between the socket and the layers: HTTP,
-validation, chat template, tokenising, scheduling, sampling, events. Bursts of chats, all at once on connections that stay open, go to each checkout in turn: short answers
-and long ones, whose difference is what tokens cost. Processor time is that of the service's threads, by their kind, so
-that neither the client nor other programs add to it; ratios are taken within a round, and their median counts.
+validation, chat template, tokenising, scheduling, sampling, events. Bursts of chats, all at once on connections that
+stay open, go to each checkout in turn: short answers and long ones, whose difference is what tokens cost. Processor
+time is that of the service's threads, by their kind, so that neither the client nor other programs add to it; ratios
+are taken within a round, and their median counts.
 """
 
 from __future__ import annotations

@@ -74,21 +74,14 @@ class OutputAssembler:
 
     def add(self, chunk: StageChunk) -> OutputChunk | None:
         """The stream item for this chunk; None where it holds nothing for the caller."""
-        modality = self._modalities.get(chunk.stage)
-        payload = chunk.payload
-        if isinstance(payload, Progress) and not self.closed:
-            # Of interest whatever stage it is of: the one that draws is seldom the one that gives the picture.
-            return OutputChunk(self._request_id, self._main_modality, progress=payload)
-        if modality is None or self.closed:
+        if self.closed:
             return None
-        if payload is not None and not isinstance(payload, _PAYLOADS[modality]):
-            raise StageError(f"stage {chunk.stage!r} outputs {modality} and emitted a {type(payload).__name__}")
-        if modality is Modality.TEXT:
+        modality, payload = self._modalities.get(chunk.stage), chunk.payload
+        if modality is Modality.TEXT and isinstance(payload, TokenChunk):  # first: nearly every chunk is of this kind
             answer, finish = self._answers[chunk.index], chunk.finish
-            answer.finish_reason = finish
-            if finish is not None and isinstance(payload, TokenChunk):
-                answer.stop_reason = payload.stop_reason
-            if isinstance(payload, TokenChunk) and ((ids := payload.token_ids) or payload.text):
+            if finish is not None:
+                answer.finish_reason, answer.stop_reason = finish, payload.stop_reason
+            if (ids := payload.token_ids) or payload.text:
                 answer.token_ids += ids
                 text, logprobs = payload.text, payload.logprobs
                 if logprobs:
@@ -97,6 +90,15 @@ class OutputAssembler:
                 return OutputChunk(
                     self._request_id, modality, chunk.index, text, ids, logprobs, None, None, None, None, finish
                 )
+        elif isinstance(payload, Progress):
+            # Of interest whatever stage it is of: the one that draws is seldom the one that gives the picture.
+            return OutputChunk(self._request_id, self._main_modality, progress=payload)
+        if modality is None:
+            return None
+        if payload is not None and not isinstance(payload, _PAYLOADS[modality]):
+            raise StageError(f"stage {chunk.stage!r} outputs {modality} and emitted a {type(payload).__name__}")
+        if modality is Modality.TEXT and chunk.finish is not None:
+            self._answers[chunk.index].finish_reason = chunk.finish
         item = partial(OutputChunk, self._request_id, modality, finish_reason=chunk.finish)
         if isinstance(payload, Transcript):
             self._transcript = payload

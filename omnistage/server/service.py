@@ -268,7 +268,8 @@ class Service:
         preparation = Cancellation()
         answers, param = prompts * model.answers(params), "prompts" if prompts > 1 else "n"
         with self._admitted(holder, model, preparation, answers, rename, param) as record:
-            params = plan_adapters(model, holder, params)
+            if model.adapter is not None or holder.models is not None:
+                params = plan_adapters(model, holder, params)
             speaks = Modality.AUDIO in model.omni.modalities
             params, think_block = plan_thinking(model.thinking, prompt, params, options, speaks=speaks)
             request_id = checked_request_id(request_id)

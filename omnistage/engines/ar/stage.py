@@ -361,6 +361,10 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
                 return self._end(key, FinishReason.ERROR, error=sampled.error)
             self.scheduler.append(key, sampled.token_id)
             text, finish, ended_by = answer.advance(sampled.token_id)
+            plain = finish is None and hidden is None and sampled.logprobs is None
+            if plain and answer.announced and not result.frames:  # nearly every token
+                chunk = TokenChunk((sampled.token_id,), text)
+                return StageChunk(answer.request_id, self.name, chunk, answer.index)
         payload = TokenChunk(
             token_ids=() if sampled is None else (sampled.token_id,),
             text=text,

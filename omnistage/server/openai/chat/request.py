@@ -170,6 +170,8 @@ class ChatRequest(SamplingFields, TemplateFields, ToolFields):
 
     def error_paths(self) -> Mapping[str, str]:
         """Fields as the engines name them, and where the client sent them."""
+        if self.drawing is None and self.constraint_field is None:
+            return _ERROR_PATHS
         drawing = self.drawing.model_fields_set if self.drawing is not None else set()
         # Some names are the request's own too: where both are sent, it is unknown which one is meant.
         paths = {**_ERROR_PATHS, **{name: f"drawing.{name}" for name in drawing - self.model_fields_set}}

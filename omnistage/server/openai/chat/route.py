@@ -28,7 +28,8 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Continue a conversation."""
     service, holder = service_of(request), caller(request)
     model = service.model(body.model)
-    body = named(body, model)
+    if body.model is None:
+        body = named(body, model)
     body.check()
     toolbox = body.toolbox
     options = RequestOptions(
@@ -41,7 +42,8 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         body.thinking,
         body.template(model),
     )
-    await require_enforceable(body.exact_schemas(), service.owner_of(holder))
+    if toolbox is not None:
+        await require_enforceable(body.exact_schemas(), service.owner_of(holder))
     messages = service.spoken.recalled(holder.name, body.messages)
     params, paths = _params(body, model), body.error_paths()
     running = service.run_request(holder, model, messages, params, options, rename=paths)
