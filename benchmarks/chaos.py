@@ -207,8 +207,8 @@ async def compare(folder: Path, options: argparse.Namespace) -> int:
         print(f"  from a restart until its process takes requests: {starts}")
         work = f"median {statistics.median(chaos.work):.2f} s, most {max(chaos.work):.2f} s"
         print(f"  processor time of a process until it takes requests: {work}")
-        for when, what in counts.items():
-            print(f"  {when}: {', '.join(f'{count} {name}' for name, count in what.items())}")
+        for when, taken in counts.items():
+            print(f"  {when}: {', '.join(f'{count} {name}' for name, count in taken.items())}")
     for problem, count in Counter(chaos.problems).most_common(10):
         print(f"PROBLEM, {count} times: {problem}")
     return 1 if chaos.problems else 0
