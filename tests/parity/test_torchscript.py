@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -94,6 +97,24 @@ def test_answers_are_those_of_the_plain_path_in_every_batch(name: str, monkeypat
         rows = count_runs(stage, monkeypatch)
         assert_same(answers(stage, count), expected)
         assert len(set(rows)) >= min(count, 2), "steps with other numbers of sequences went elsewhere"
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_nothing_is_left_of_a_stage_that_is_gone(packed: bool) -> None:
+    component = component_of("llama, grouped heads")
+    final_norm = next(iter(component.decoders)).norm.weight
+    memory = np.ones(len(final_norm), dtype=np.float32)
+    final_norm.data = torch.from_numpy(memory)  # the array dies with the last tensor of its memory
+    held = weakref.ref(memory)
+    del memory, final_norm
+    stage = stage_of(component, pack_weights=packed)
+    answers(stage, 3)
+    assert stage.runner.scripts is not None
+    assert stage.runner.scripts.count == 2
+    assert held() is not None
+    del component, stage
+    gc.collect()
+    assert held() is None
 
 
 def test_a_sequence_whose_blocks_lie_apart_takes_the_program_for_several(monkeypatch: pytest.MonkeyPatch) -> None:

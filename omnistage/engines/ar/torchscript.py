@@ -1,6 +1,6 @@
 """Decode steps on the CPU as TorchScript: the operators of transformers' own forward, without Python between them.
 
-For a small model a third of a step on the CPU is Python between operators that take microseconds. `torch.jit.trace`
+For a small model a third of a step on the CPU is Python between operators that take microseconds. The tracer of torch.jit
 runs the component's forward once over made-up rows and notes its operators, with the layers' own (packed) weights;
 TorchScript runs these for every later step of nothing but generated tokens. There are two programs: for one sequence,
 whose keys and values are read in place, and for several.
@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -171,30 +170,28 @@ class _ReadsNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _Program(nn.Module):
-    """What is traced: the component's forward as a function of tensors.
+def _program_of(component: ARComponent, several: bool, inputs: tuple[Any, ...]) -> Callable[..., torch.Tensor]:
+    """The component's forward, traced as a function of tensors.
 
-    It holds the packed weights of all layers, which TorchScript cannot take for constants; it has no other module, so
-    that the forward is noted as one list of operators.
+    `torch.jit.trace` would register it, and with it all weights as constants, with the process for ever. A module in a
+    compilation unit of its own is freed with the last reference to it. It holds the packed weights of all layers, which
+    TorchScript cannot take for constants; there is no module below it, so that the forward is one list of operators.
     """
+    compiler: Any = torch._C  # what `torch.jit.trace` itself calls, without types
+    module = compiler.ScriptModule("DecodeStep", compiler.CompilationUnit(), True)
+    count = 0
+    for network in component.decoders:
+        for layer in network.modules():
+            for value in vars(layer).values():
+                if isinstance(value, torch.ScriptObject):
+                    kind = compiler._jit_try_infer_type(value).type()
+                    module._register_attribute(f"packed_{count}", kind, value)
+                elif isinstance(value, torch.Tensor) and value.is_mkldnn:
+                    module._register_attribute(f"packed_{count}", compiler.TensorType.get(), value)
+                count += 1
 
-    def __init__(self, component: ARComponent, several: bool) -> None:
-        super().__init__()
-        self._component = [component]
-        self._several = several
-        count = 0
-        for network in component.decoders:
-            for module in network.modules():
-                for value in vars(module).values():
-                    if isinstance(value, torch.ScriptObject):
-                        setattr(self, f"packed_{count}", value)
-                    elif isinstance(value, torch.Tensor) and value.is_mkldnn:
-                        self.register_buffer(f"packed_{count}", value)
-                    count += 1
-
-    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
-        component = self._component[0]
-        if self._several:
+    def forward(embeds: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if several:
             slot_mapping, slots, lengths, caches = rest
             plan: AttentionPlan = _Several(slots, lengths)
         else:
@@ -204,6 +201,10 @@ class _Program(nn.Module):
         bind_caches(component.attention_modules, pairs)
         paged = current.paged = PagedContext(_TracedAttention(), slot_mapping, plan)
         return component.forward(embeds, positions, paged)
+
+    names = [f"input_{number}" for number in range(len(inputs))]
+    module._create_method_from_trace("forward", forward, inputs, lambda value: "", True, False, names, False)
+    return module._get_method("forward")  # type: ignore[no-any-return]
 
 
 class DecodeScripts:
@@ -269,15 +270,13 @@ class DecodeScripts:
         inputs = (step.embeds, step.positions, *step.arguments(self._backend), _flat(step.caches))
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            traced = torch.jit.trace(  # type: ignore[no-untyped-call]
-                _Program(self._component, several), inputs, check_trace=False
-            )
+            program = _program_of(self._component, several, inputs)
         # The others are that sizes become constants, which the comparison finds out, and that torch means to replace
         # TorchScript.
         for warning in told:
             if any(words in str(warning.message) for words in _TRACER_SAYS):
                 raise ValueError(f"its forward reads numbers ({warning.message})")
-        return traced.forward  # type: ignore[no-any-return]
+        return program
 
     def _agrees(
         self, program: Callable[..., torch.Tensor], caches: Sequence[KVCache], several: bool, max_length: int
