@@ -1,9 +1,9 @@
 """Decode steps on the CPU as TorchScript: the operators of transformers' own forward, without Python between them.
 
-For a small model a third of a step on the CPU is Python between operators that take microseconds. The tracer of torch.jit
-runs the component's forward once over made-up rows and notes its operators, with the layers' own (packed) weights;
-TorchScript runs these for every later step of nothing but generated tokens. There are two programs: for one sequence,
-whose keys and values are read in place, and for several.
+For a small model a third of a step on the CPU is Python between operators that take microseconds. The tracer of
+`torch.jit` runs the component's forward once over made-up rows and notes its operators, with the layers' own (packed)
+weights; TorchScript runs these for every later step of nothing but generated tokens. There are two programs: for one
+sequence, whose keys and values are read in place, and for several.
 
 A program holds what the forward does whatever the rows are. So a forward whose Python reads numbers of its tensors,
 like a loop over the experts that are used, is not traced; nor one that gives other numbers than the plain path, which
