@@ -146,6 +146,7 @@ class Worker:
         code = self.host.wait(0.2)  # its socket closes a moment before
         if code is None:
             self.kill()
+        if not code:  # it ends with 0 where its end of the connection is lost
             return "the connection to it was lost"
         if code == -signal.SIGKILL:
             return f"signal {-code}, as when the system runs out of memory"
