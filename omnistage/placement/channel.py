@@ -125,7 +125,9 @@ class Channel:
         closed: Callable[[], None],
         *,
         name: str,
+        arrived: Callable[[], None] = lambda: None,
     ) -> None:
+        """`arrived` is called for whatever comes, also for a part of a frame, which may take long between machines."""
         self._socket = sock
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -133,6 +135,7 @@ class Channel:
         self._devices = DeviceMemory() if sock.family == getattr(socket, "AF_UNIX", None) else None
         self._receive = receive
         self._on_closed = closed
+        self._arrived = arrived
         self._name = name
         self._changed = threading.Condition()
         self._frames: deque[_Frame] = deque()
@@ -222,6 +225,7 @@ class Channel:
                 self._files.extend(files)
                 if not data:
                     break
+                self._arrived()
                 self._data += data
                 while (messages := self._next_frame()) is not None:
                     self._take(messages)

@@ -87,7 +87,7 @@ class Worker:
     ) -> None:
         self.host = host
         self.heard = time.monotonic()
-        """When its last message came."""
+        """When something last came from it."""
         self.silence = Silence(host.pid if host.socket.family == getattr(socket, "AF_UNIX", None) else None)
         self.lost = False
         self.load = 0
@@ -102,12 +102,14 @@ class Worker:
         self._closed = closed
         self._started = threading.Event()
         self._error: OmniError | None = None
-        self._channel = Channel(host.socket, self._take, self._end, name=name)
+        self._channel = Channel(host.socket, self._take, self._end, name=name, arrived=self._arrived)
         self._channel.start()
         self.send = self._channel.send
 
-    def _take(self, messages: list[Message]) -> None:
+    def _arrived(self) -> None:
         self.heard = time.monotonic()
+
+    def _take(self, messages: list[Message]) -> None:
         for message in messages:
             self._receive(self, message)
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
+from omnistage.core.types import StageChunk, TokenChunk
 from omnistage.placement import silence
+from omnistage.placement.messages import Chunks, Message
 from omnistage.placement.silence import BUSY_FACTOR, Silence, processor_waits
+from omnistage.placement.worker_process import Worker
+from tests.unit.placement_harness import eventually
+from tests.unit.test_hostile_frames import frame_of
 
 _SPIN = "import os; os.sched_setaffinity(0, {%d})\nprint(flush=True)\nwhile True: pass"
 
@@ -74,3 +81,20 @@ def test_without_such_counts_the_whole_silence_counts(monkeypatch: pytest.Monkey
     assert Silence(5).unexplained(0.0, 2.5) == 2.5
     monkeypatch.undo()
     assert processor_waits(2**30) == {}
+
+
+def test_a_part_of_a_long_frame_is_a_sign_of_life() -> None:
+    """A video takes seconds to come from another machine, and nothing else can come meanwhile."""
+    messages: list[Message] = []
+    frame = frame_of(Chunks("talker", (1,), (StageChunk("a", "talker", TokenChunk((1, 2), "text")),)))
+    here, there = socket.socketpair()
+    host = SimpleNamespace(socket=here, pid=os.getpid(), kill=lambda: None, wait=lambda _seconds: 0)
+    with there:
+        worker = Worker("w", host, lambda _worker, message: messages.append(message), lambda _worker: None)  # type: ignore[arg-type]
+        for part in (frame[:30], frame[30:-1]):
+            worker.heard = 0.0
+            there.sendall(part)
+            eventually(lambda: worker.heard > 0.0)
+            assert not messages
+        there.sendall(frame[-1:])
+        eventually(lambda: len(messages) == 1)
