@@ -41,8 +41,18 @@ def placed(checkpoint: Path, cluster: str) -> Iterator[Omni]:
     overrides = [f"deployment.placement.voice.{key}={value}" for key, value in group.items()]
     overrides += [*SMALL_POOLS, f"deployment.ray_address={cluster}"]
     with Omni(checkpoint, device="cpu", dtype="float32", overrides=overrides, progress=False) as omni:
+        (reserved,) = reservations()
         yield omni
         omni.orchestrator.check_idle()
+        assert reservations() == [reserved]  # it was the same for all actors that came
+    assert reservations() == []
+
+
+def reservations() -> list[str]:
+    """The placement groups that there are, each with a node for each of its two bundles."""
+    groups = [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"]
+    assert all(len(set(group["bundles_to_node_id"].values())) == 2 for group in groups)
+    return [group["placement_group_id"] for group in groups]
 
 
 def test_speech_is_the_same_on_every_node_and_over_every_connection(omni: Omni, placed: Omni) -> None:
