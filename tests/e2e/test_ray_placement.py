@@ -14,7 +14,7 @@ from omnistage.core.errors import StageUnavailableError
 from omnistage.core.params import DiffusionParams
 from omnistage.models.stable_diffusion_3 import tiny
 from omnistage.omni import Omni
-from tests.e2e.harness import SMALL_POOLS, greedy, say
+from tests.e2e.harness import SMALL_POOLS, greedy, say, tokens_of
 from tests.unit.placement_harness import eventually
 
 ray = pytest.importorskip("ray", reason="needs the extra ray")
@@ -58,9 +58,13 @@ def reservations() -> list[str]:
 def test_speech_is_the_same_on_every_node_and_over_every_connection(omni: Omni, placed: Omni) -> None:
     families = {worker.host.socket.family.name for worker in placed._groups[0]._replicas.workers()}
     assert families == {"AF_UNIX", "AF_INET"}
-    expected = omni.chat(say("Hello"), greedy(), modalities=BOTH, progress=False)
+    with tokens_of(omni, "talker") as expected_codes:
+        expected = omni.chat(say("Hello"), greedy(), modalities=BOTH, progress=False)
+    assert len(expected_codes) == 20
     for _ in range(2):
-        output = placed.chat(say("Hello"), greedy(), modalities=BOTH, progress=False)
+        with tokens_of(placed, "talker") as codes:
+            output = placed.chat(say("Hello"), greedy(), modalities=BOTH, progress=False)
+        assert codes == expected_codes
         assert output.token_ids == expected.token_ids
         assert output.audio is not None
         assert expected.audio is not None
