@@ -33,6 +33,7 @@ from machine_load import load, processor_seconds
 from omnistage.core.errors import StageUnavailableError
 from omnistage.core.memory import resident_memory, trim_heap
 from omnistage.core.params import CodecParams, SamplingParams, StageParams
+from omnistage.core.types import FinishReason
 from omnistage.models.registry import REGISTRY
 from omnistage.omni import AsyncOmni
 from omnistage.pipeline.outputs import OmniRequestOutput
@@ -45,6 +46,7 @@ _PARAMS: dict[str, StageParams] = {
     "token2wav": CodecParams(seed=3, num_steps=2),
 }
 _ROUNDING = 1e-5
+_TIMEOUT = 120.0
 Content = tuple[tuple[int, ...], np.ndarray]
 _POOLS = ("thinker.kv_blocks=256", "talker.kv_blocks=256")
 
@@ -56,7 +58,7 @@ class Chaos:
         self._options = options
         self._replicas = omni._groups[0]._replicas
         self._chance = random.Random(options.seed)
-        self._fault_at = float("-inf")
+        self._fault_at, self._faults = float("-inf"), 0
         self.ends: Counter[str] = Counter()
         self.problems: list[str] = []
         self.delays: list[float] = []
@@ -82,7 +84,7 @@ class Chaos:
     async def _request(self, prompt: str) -> None:
         finals = []
         try:
-            async for item in self._omni.generate(prompt, _PARAMS, modalities=["text", "audio"], timeout=60.0):
+            async for item in self._omni.generate(prompt, _PARAMS, modalities=["text", "audio"], timeout=_TIMEOUT):
                 if item.final is not None:
                     finals.append(item.final)
         except StageUnavailableError:
@@ -95,7 +97,9 @@ class Chaos:
         self._judge(prompt, finals[0])
 
     def _judge(self, prompt: str, output: OmniRequestOutput) -> None:
-        if output.error is None:
+        if output.finish_reason is FinishReason.DEADLINE:
+            self.problems.append(f"a request had not ended after {_TIMEOUT:g} s")
+        elif output.error is None:
             tokens, samples = content(output)
             same = tokens == self._expected[prompt][0] and samples.shape == self._expected[prompt][1].shape
             same = same and bool(np.abs(samples - self._expected[prompt][1]).max() < _ROUNDING)
@@ -104,6 +108,8 @@ class Chaos:
                 self.problems.append(f"another output ({output.finish_reason})")
         elif isinstance(output.error, StageUnavailableError):
             self.ends["with its process"] += 1
+            if sum(replica.failures for replica in self._omni.replicas()) > self._faults:
+                self.problems.append("a process was lost without a fault")
             self.delays.append(time.monotonic() - self._fault_at)
         else:
             self.problems.append(f"{type(output.error).__name__}: {output.error}")
@@ -127,7 +133,7 @@ class Chaos:
             await asyncio.sleep(self._chance.uniform(0.2, 2.0 * self._options.pause))
             replicas = self._omni.replicas()
             target = self._chance.choice(replicas)
-            self._fault_at = time.monotonic()
+            self._fault_at, self._faults = time.monotonic(), self._faults + 1
             if target.pid is None:
                 raise RuntimeError("a process is down before its fault")
             kind = self._options.kinds[number % len(self._options.kinds)]

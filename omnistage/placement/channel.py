@@ -13,6 +13,7 @@ import json
 import logging
 import mmap
 import os
+import select
 import socket
 import struct
 import threading
@@ -86,6 +87,13 @@ class _Frame:
         if self.file is not None:
             os.close(self.file)
             self.file = None
+
+
+def readable(sock: socket.socket, seconds: float) -> bool:
+    """Whether there is something to read within so many seconds, or the other end is gone."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(seconds * 1e3))
 
 
 def _padded(size: int) -> int:
@@ -255,6 +263,13 @@ class Channel:
         """The other end uses these GPUs: tensors on them need not leave them."""
         if self._devices is not None:
             self._devices.peer_devices = frozenset(devices)
+
+    def has_unread(self) -> bool:
+        """Whether something has come that the channel's thread has not yet read, since it gets no processor itself."""
+        try:
+            return readable(self._socket, 0.0)
+        except ValueError:  # it is closed
+            return False
 
     def _receive_bytes(self) -> tuple[bytes, list[int], int, object]:
         if self._devices is not None:

@@ -284,7 +284,7 @@ class Replicas:
     def _hangs(self, worker: Worker, silent: float) -> bool:
         if silent < self._hang_seconds / 2 or not self._has_work(worker):
             return False
-        return worker.silence.unexplained(worker.heard, silent) > self._hang_seconds
+        return worker.unexplained_silence(silent) > self._hang_seconds
 
     def _restart(self, replica: _Replica) -> None:
         try:

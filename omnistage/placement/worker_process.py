@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -20,7 +19,7 @@ from omnistage.placement.channel import Channel
 from omnistage.placement.clock import boot_id
 from omnistage.placement.device_memory import used_devices
 from omnistage.placement.messages import Message, Start, Stop
-from omnistage.placement.silence import Silence
+from omnistage.placement.silence import BUSY_FACTOR, Silence
 
 WORKER_MODULE = "omnistage.pipeline.worker"
 START_SECONDS = 1800.0
@@ -69,13 +68,6 @@ class LocalProcess:
             return None
 
 
-def waited(sock: socket.socket, seconds: float) -> bool:
-    """Whether there is something to read within so many seconds, or the other end is gone."""
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    return bool(poll.poll(seconds * 1e3))
-
-
 class Worker:
     """One life of a process that runs stages. When it is lost, it is lost for good; another one takes its place.
 
@@ -88,7 +80,7 @@ class Worker:
         self.host = host
         self.heard = time.monotonic()
         """When something last came from it."""
-        self.silence = Silence(host.pid if host.socket.family == getattr(socket, "AF_UNIX", None) else None)
+        self._silence = Silence(host.pid if host.socket.family == getattr(socket, "AF_UNIX", None) else None)
         self.lost = False
         self.load = 0
         """Requests that it has."""
@@ -108,6 +100,14 @@ class Worker:
 
     def _arrived(self) -> None:
         self.heard = time.monotonic()
+
+    def unexplained_silence(self, silent: float) -> float:
+        """Of so many seconds without a sign of life, those in which it could have given one that had been read here.
+
+        To be called now and then during the silence.
+        """
+        unexplained = self._silence.unexplained(self.heard, silent)
+        return min(unexplained, silent / BUSY_FACTOR) if self._channel.has_unread() else unexplained
 
     def _take(self, messages: list[Message]) -> None:
         for message in messages:
