@@ -23,7 +23,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,11 @@ class Chaos:
         self._options = options
         self._replicas = omni._groups[0]._replicas
         self._chance = random.Random(options.seed)
-        self._fault_at, self._faults = float("-inf"), 0
+        self._fault_at, self._faults, self._kind = float("-inf"), 0, ""
         self.ends: Counter[str] = Counter()
         self.problems: list[str] = []
-        self.delays: list[float] = []
-        """Seconds from a fault to the end of each request that it ended."""
+        self.delays: defaultdict[str, list[float]] = defaultdict(list)
+        """By the kind of fault: seconds until the end of each request that it ended."""
         self.recoveries: list[float] = []
         """Seconds from a fault until all processes are up again."""
         self.starts: list[float] = []
@@ -110,7 +110,7 @@ class Chaos:
             self.ends["with its process"] += 1
             if sum(replica.failures for replica in self._omni.replicas()) > self._faults:
                 self.problems.append("a process was lost without a fault")
-            self.delays.append(time.monotonic() - self._fault_at)
+            self.delays[self._kind].append(time.monotonic() - self._fault_at)
         else:
             self.problems.append(f"{type(output.error).__name__}: {output.error}")
 
@@ -136,7 +136,7 @@ class Chaos:
             self._fault_at, self._faults = time.monotonic(), self._faults + 1
             if target.pid is None:
                 raise RuntimeError("a process is down before its fault")
-            kind = self._options.kinds[number % len(self._options.kinds)]
+            self._kind = kind = self._options.kinds[number % len(self._options.kinds)]
             if kind == "cut off":
                 workers = self._replicas.workers()
                 next(w for w in workers if w.host.pid == target.pid).host.socket.shutdown(socket.SHUT_RDWR)
@@ -226,7 +226,8 @@ async def compare(folder: Path, options: argparse.Namespace) -> int:
     print(f"{sum(chaos.ends.values())} requests in {seconds:.0f} s, {faults} faults")
     for what, count in sorted(chaos.ends.items()):
         print(f"  {count:5} ended {what}")
-    print(f"  from a fault to the end of a request that it ended: {spread(chaos.delays)}")
+    for kind, delays in chaos.delays.items():
+        print(f"  {len(delays):5} requests of processes that were {kind}: from the fault to their end {spread(delays)}")
     print(f"  from a fault until all processes take requests: {spread(chaos.recoveries)}")
     print(f"  from a restart until its process takes requests: {spread(chaos.starts)}")
     print(f"  processor time of a process until it takes requests: {spread(chaos.work)}")
