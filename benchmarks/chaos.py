@@ -1,6 +1,6 @@
 """Requests to a model in processes while these are killed, stopped and cut off: what becomes of every one of them.
 
-    python benchmarks/chaos.py [--requests 1000] [--faults 50] [--rounds 1] [--replicas 2]
+    python benchmarks/chaos.py [--requests 1000] [--faults 50] [--rounds 1] [--replicas 2] [--kinds "cut off"]
 
 A small random Qwen2.5-Omni; its talker and vocoder run in processes. Every request must end exactly once, soon after
 the fault, with an error that says what happened or with the output that it has alone in one process: the same tokens,
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import gc
 import itertools
 import os
@@ -24,7 +23,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,9 @@ import numpy as np
 from machine_load import load, processor_seconds
 
 from omnistage.core.errors import StageUnavailableError
-from omnistage.core.memory import resident_memory
+from omnistage.core.memory import resident_memory, trim_heap
 from omnistage.core.params import CodecParams, SamplingParams, StageParams
+from omnistage.core.types import FinishReason
 from omnistage.models.registry import REGISTRY
 from omnistage.omni import AsyncOmni
 from omnistage.pipeline.outputs import OmniRequestOutput
@@ -46,6 +46,7 @@ _PARAMS: dict[str, StageParams] = {
     "token2wav": CodecParams(seed=3, num_steps=2),
 }
 _ROUNDING = 1e-5
+_TIMEOUT = 120.0
 Content = tuple[tuple[int, ...], np.ndarray]
 _POOLS = ("thinker.kv_blocks=256", "talker.kv_blocks=256")
 
@@ -57,11 +58,11 @@ class Chaos:
         self._options = options
         self._replicas = omni._groups[0]._replicas
         self._chance = random.Random(options.seed)
-        self._fault_at = float("-inf")
+        self._fault_at, self._faults, self._kind = float("-inf"), 0, ""
         self.ends: Counter[str] = Counter()
         self.problems: list[str] = []
-        self.delays: list[float] = []
-        """Seconds from a fault to the end of each request that it ended."""
+        self.delays: defaultdict[str, list[float]] = defaultdict(list)
+        """By the kind of fault: seconds until the end of each request that it ended."""
         self.recoveries: list[float] = []
         """Seconds from a fault until all processes are up again."""
         self.starts: list[float] = []
@@ -83,7 +84,7 @@ class Chaos:
     async def _request(self, prompt: str) -> None:
         finals = []
         try:
-            async for item in self._omni.generate(prompt, _PARAMS, modalities=["text", "audio"], timeout=60.0):
+            async for item in self._omni.generate(prompt, _PARAMS, modalities=["text", "audio"], timeout=_TIMEOUT):
                 if item.final is not None:
                     finals.append(item.final)
         except StageUnavailableError:
@@ -96,7 +97,9 @@ class Chaos:
         self._judge(prompt, finals[0])
 
     def _judge(self, prompt: str, output: OmniRequestOutput) -> None:
-        if output.error is None:
+        if output.finish_reason is FinishReason.DEADLINE:
+            self.problems.append(f"a request had not ended after {_TIMEOUT:g} s")
+        elif output.error is None:
             tokens, samples = content(output)
             same = tokens == self._expected[prompt][0] and samples.shape == self._expected[prompt][1].shape
             same = same and bool(np.abs(samples - self._expected[prompt][1]).max() < _ROUNDING)
@@ -105,7 +108,9 @@ class Chaos:
                 self.problems.append(f"another output ({output.finish_reason})")
         elif isinstance(output.error, StageUnavailableError):
             self.ends["with its process"] += 1
-            self.delays.append(time.monotonic() - self._fault_at)
+            if sum(replica.failures for replica in self._omni.replicas()) > self._faults:
+                self.problems.append("a process was lost without a fault")
+            self.delays[self._kind].append(time.monotonic() - self._fault_at)
         else:
             self.problems.append(f"{type(output.error).__name__}: {output.error}")
 
@@ -128,10 +133,10 @@ class Chaos:
             await asyncio.sleep(self._chance.uniform(0.2, 2.0 * self._options.pause))
             replicas = self._omni.replicas()
             target = self._chance.choice(replicas)
-            self._fault_at = time.monotonic()
+            self._fault_at, self._faults = time.monotonic(), self._faults + 1
             if target.pid is None:
                 raise RuntimeError("a process is down before its fault")
-            kind = _FAULTS[number % len(_FAULTS)]
+            self._kind = kind = self._options.kinds[number % len(self._options.kinds)]
             if kind == "cut off":
                 workers = self._replicas.workers()
                 next(w for w in workers if w.host.pid == target.pid).host.socket.shutdown(socket.SHUT_RDWR)
@@ -150,24 +155,54 @@ def content(output: OmniRequestOutput) -> Content:
 
 def held() -> dict[str, int]:
     """What this process has open and takes; the files in memory are among its files."""
-    shared = sum(1 for entry in os.scandir("/dev/shm") if entry.stat().st_uid == os.getuid())
     gc.collect()
-    resident = resident_memory() or 0
-    ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps of freed memory is not held by anyone
+    trim_heap()  # what the allocator keeps of freed memory is not held by anyone
     return {
-        "files": len(os.listdir("/proc/self/fd")),
-        "segments": shared,
+        "files": _entries("/dev/fd"),
+        "segments": _entries("/dev/shm"),
         "threads": threading.active_count(),
         "objects": len(gc.get_objects()),
-        "MiB": resident >> 20,
-        "MiB in use": (resident_memory() or 0) >> 20,
+        "MiB": (resident_memory() or 0) >> 20,
+        "MiB of its own": _anonymous_memory() >> 20,
     }
 
 
-async def held_when_idle(omni: AsyncOmni) -> dict[str, int]:
+def _entries(folder: str) -> int:
+    """Of this user in a folder; none where the system has no such folder."""
+    try:
+        return sum(1 for entry in os.scandir(folder) if entry.stat(follow_symlinks=False).st_uid == os.getuid())
+    except FileNotFoundError:
+        return 0
+
+
+def _anonymous_memory() -> int:
+    """Bytes of this process that are no file's: not the code of libraries, which is read as it is first used."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except FileNotFoundError:
+        return 0
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+
+async def count_idle(omni: AsyncOmni, when: str) -> None:
+    """Print what is held while there is no request."""
     omni.orchestrator.check_idle()
     await asyncio.sleep(1.0)
-    return held()
+    print(f"  {when}: {', '.join(f'{count} {name}' for name, count in held().items())}", flush=True)
+
+
+def spread(values: list[float], unit: str = "s") -> str:
+    return f"median {statistics.median(values):.2f} {unit}, longest {max(values):.2f} {unit}" if values else "none"
+
+
+def overrides_of(options: argparse.Namespace) -> tuple[str, ...]:
+    group = {
+        "stages": "[talker, token2wav]",
+        "replicas": options.replicas,
+        "max_restarts": options.rounds * options.faults + 5,
+        "standby": str(options.standby).lower(),
+    }
+    return (*_POOLS, *(f"deployment.placement.voice.{key}={value}" for key, value in group.items()))
 
 
 async def compare(folder: Path, options: argparse.Namespace) -> int:
@@ -178,37 +213,24 @@ async def compare(folder: Path, options: argparse.Namespace) -> int:
             async for item in omni.generate(prompt, _PARAMS, modalities=["text", "audio"]):
                 if item.final is not None:
                     expected[prompt] = content(item.final)
-    group = (
-        "stages=[talker, token2wav]",
-        f"replicas={options.replicas}",
-        f"max_restarts={options.rounds * options.faults + 5}",
-    )
-    group += ("standby=true",) if options.standby else ()
-    overrides = (*_POOLS, *(f"deployment.placement.voice.{each}" for each in group))
-    async with AsyncOmni(folder, overrides=overrides, **arguments) as omni:  # type: ignore[arg-type]
-        chaos = Chaos(omni, expected, options)
-        begin, counts = time.monotonic(), {"at the start": held()}
+    async with AsyncOmni(folder, overrides=overrides_of(options), **arguments) as omni:  # type: ignore[arg-type]
+        chaos, begin = Chaos(omni, expected, options), time.monotonic()
+        await count_idle(omni, "at the start")
         chaos.time_starts()
         await chaos.run(options.warm_up, 0)
-        counts[f"after {sum(chaos.ends.values())} requests"] = await held_when_idle(omni)
+        await count_idle(omni, f"after {sum(chaos.ends.values())} requests")
         for number in range(1, options.rounds + 1):
             await chaos.run(options.requests, options.faults)
-            counts[f"after {number * options.faults} faults"] = await held_when_idle(omni)
-        faults, seconds = options.rounds * options.faults, time.monotonic() - begin
-        print(f"{sum(chaos.ends.values())} requests in {seconds:.0f} s, {faults} faults")
-        for what, count in sorted(chaos.ends.items()):
-            print(f"  {count:5} ended {what}")
-        if chaos.delays:
-            worst = f"median {statistics.median(chaos.delays):.2f} s, longest {max(chaos.delays):.2f} s"
-            print(f"  from a fault to the end of a request that it ended: {worst}")
-        recoveries = f"median {statistics.median(chaos.recoveries):.1f} s, longest {max(chaos.recoveries):.1f} s"
-        print(f"  from a fault until all processes take requests: {recoveries}")
-        starts = f"median {statistics.median(chaos.starts):.1f} s, longest {max(chaos.starts):.1f} s"
-        print(f"  from a restart until its process takes requests: {starts}")
-        work = f"median {statistics.median(chaos.work):.2f} s, most {max(chaos.work):.2f} s"
-        print(f"  processor time of a process until it takes requests: {work}")
-        for when, taken in counts.items():
-            print(f"  {when}: {', '.join(f'{count} {name}' for name, count in taken.items())}")
+            await count_idle(omni, f"after {sum(chaos.ends.values())} requests and {number * options.faults} faults")
+    faults, seconds = options.rounds * options.faults, time.monotonic() - begin
+    print(f"{sum(chaos.ends.values())} requests in {seconds:.0f} s, {faults} faults")
+    for what, count in sorted(chaos.ends.items()):
+        print(f"  {count:5} ended {what}")
+    for kind, delays in chaos.delays.items():
+        print(f"  {len(delays):5} requests of processes that were {kind}: from the fault to their end {spread(delays)}")
+    print(f"  from a fault until all processes take requests: {spread(chaos.recoveries)}")
+    print(f"  from a restart until its process takes requests: {spread(chaos.starts)}")
+    print(f"  processor time of a process until it takes requests: {spread(chaos.work)}")
     for problem, count in Counter(chaos.problems).most_common(10):
         print(f"PROBLEM, {count} times: {problem}")
     return 1 if chaos.problems else 0
@@ -222,6 +244,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=200, help="requests before the first fault")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--standby", action="store_true", help="fork lost processes from one that has imported all")
+    parser.add_argument("--kinds", nargs="+", choices=_FAULTS, default=_FAULTS, help="of faults, in turn")
     parser.add_argument("--pause", type=float, default=0.4, help="mean seconds between two faults, once all are up")
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)

@@ -34,7 +34,7 @@ from omnistage.core.stage import Stage
 from omnistage.models.registry import REGISTRY
 from omnistage.pipeline.adapters import adapter_library
 from omnistage.pipeline.engine_stage import engine_stage
-from omnistage.pipeline.hosts import host_of
+from omnistage.pipeline.hosts import hosts_of
 from omnistage.pipeline.links import links_within
 from omnistage.pipeline.load_errors import enough_memory, reading_checkpoint
 from omnistage.pipeline.phases import PhaseTimes
@@ -144,7 +144,7 @@ def _spawn_group(
     """The processes of a group, which will build its stages from the same arguments."""
     configs = resolved.config.pipeline.stages
     stages = {stage: type(configs[stage].params) for stage in resolved.graph.order if stage in group.stages}
-    processes = make_group(name, group, stages, args, host_of(group, resolved.config.deployment))
+    processes = make_group(name, group, stages, args, *hosts_of(group, resolved.config.deployment))
     for stage in processes.stages.values():
         undo.callback(stage.close)
     return processes

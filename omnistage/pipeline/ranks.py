@@ -202,7 +202,7 @@ class Ranks:
                 missed[worker] = missed[worker] + 1 if worker.heard == heard[worker] else 0
                 heard[worker] = worker.heard
                 silent = missed[worker] * BEAT_SECONDS
-                if missed[worker] and worker.silence.unexplained(worker.heard, silent) >= HANG_SECONDS:
+                if missed[worker] and worker.unexplained_silence(silent) >= HANG_SECONDS:
                     self._lose(f"rank {rank} of stage {self._name!r} has given no sign of life for {silent:g} s")
                     worker.kill()
 

@@ -13,6 +13,7 @@ import json
 import logging
 import mmap
 import os
+import select
 import socket
 import struct
 import threading
@@ -88,6 +89,13 @@ class _Frame:
             self.file = None
 
 
+def readable(sock: socket.socket, seconds: float) -> bool:
+    """Whether there is something to read within so many seconds, or the other end is gone."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(seconds * 1e3))
+
+
 def _padded(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
@@ -125,7 +133,9 @@ class Channel:
         closed: Callable[[], None],
         *,
         name: str,
+        arrived: Callable[[], None] = lambda: None,
     ) -> None:
+        """`arrived` is called for whatever comes, also for a part of a frame, which may take long between machines."""
         self._socket = sock
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -133,6 +143,7 @@ class Channel:
         self._devices = DeviceMemory() if sock.family == getattr(socket, "AF_UNIX", None) else None
         self._receive = receive
         self._on_closed = closed
+        self._arrived = arrived
         self._name = name
         self._changed = threading.Condition()
         self._frames: deque[_Frame] = deque()
@@ -222,6 +233,7 @@ class Channel:
                 self._files.extend(files)
                 if not data:
                     break
+                self._arrived()
                 self._data += data
                 while (messages := self._next_frame()) is not None:
                     self._take(messages)
@@ -251,6 +263,13 @@ class Channel:
         """The other end uses these GPUs: tensors on them need not leave them."""
         if self._devices is not None:
             self._devices.peer_devices = frozenset(devices)
+
+    def has_unread(self) -> bool:
+        """Whether something has come that the channel's thread has not yet read, since it gets no processor itself."""
+        try:
+            return readable(self._socket, 0.0)
+        except ValueError:  # it is closed
+            return False
 
     def _receive_bytes(self) -> tuple[bytes, list[int], int, object]:
         if self._devices is not None:

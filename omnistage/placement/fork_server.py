@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from omnistage.placement.worker_process import WORKER_MODULE, LocalProcess, waited
+from omnistage.placement.channel import readable
+from omnistage.placement.worker_process import WORKER_MODULE, LocalProcess
 
 _MODULE = "omnistage.pipeline.fork_server"
 _FORK_SECONDS = 5.0
@@ -102,7 +103,7 @@ class ForkedProcess:
     def wait(self, seconds: float) -> int | None:
         """None as well where the fork server has ended before and cannot tell."""
         with self._lock:
-            if self._status.fileno() >= 0 and waited(self._status, seconds):
+            if self._status.fileno() >= 0 and readable(self._status, seconds):
                 data = self._status.recv(CODE_BYTES)
                 self._code = int.from_bytes(data, signed=True) if data else None
                 self._status.close()

@@ -24,8 +24,12 @@ def make_group(
     stages: Mapping[str, type[StageParams]],
     args: OmniEngineArgs,
     host: Callable[[], Host] = LocalProcess,
+    release: Callable[[], None] = lambda: None,
 ) -> StageGroup:
-    """A group whose processes are being started, and wait until it is told to start as well."""
+    """A group whose processes are being started, and wait until it is told to start as well.
+
+    `release` is called when all of them have been ended for good.
+    """
     starts = [
         Start(
             arguments=args.model_dump_json(),
@@ -43,6 +47,7 @@ def make_group(
         hang_seconds=group.hang_seconds,
         max_restarts=group.max_restarts,
         host=host,
+        release=release,
         fork_server=_fork_server(name, group),
     )
     try:

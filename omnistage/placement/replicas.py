@@ -80,15 +80,19 @@ class Replicas:
         hang_seconds: float,
         max_restarts: int,
         host: Callable[[], Host] = LocalProcess,
+        release: Callable[[], None] = lambda: None,
         fork_server: Callable[[Sequence[str]], ForkServer] | None = None,
     ) -> None:
-        """`starts` has for each process what it is to do; those that are lost are forked from a `fork_server`."""
+        """`starts` has for each process what it is to do; those that are lost are forked from a `fork_server`.
+
+        `release` is called when all of them have been ended for good.
+        """
         self._name = name
         self._replicas = [_Replica(number, start) for number, start in enumerate(starts)]
         self._hang_seconds = hang_seconds
         self._max_restarts = max_restarts
         self._make_fork_server = fork_server
-        self._host = host
+        self._host, self._release = host, release
         self._changed = threading.Condition()  # guards the replicas
         self._closing = False
         self._hosts: list[Host] = []
@@ -280,7 +284,7 @@ class Replicas:
     def _hangs(self, worker: Worker, silent: float) -> bool:
         if silent < self._hang_seconds / 2 or not self._has_work(worker):
             return False
-        return worker.silence.unexplained(worker.heard, silent) > self._hang_seconds
+        return worker.unexplained_silence(silent) > self._hang_seconds
 
     def _restart(self, replica: _Replica) -> None:
         try:
@@ -321,6 +325,7 @@ class Replicas:
             worker.send(Stop())
         for worker in workers:
             worker.stop()
+        self._release()
 
 
 def _discard(host: Host) -> None:

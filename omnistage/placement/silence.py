@@ -11,8 +11,9 @@ _NANOSECONDS = 1e9
 
 
 class Silence:
-    """Tells a process that hangs from one that the machine gives no processor: what any of its threads has waited for
-    one does not count. Called by one thread."""
+    """Tells a process that hangs from one that the machine gives no processor: the waits of its threads do not
+    count. They are added up, since one that needs Python's lock waits for the one that has it, which waits
+    for a processor. Called by one thread."""
 
     def __init__(self, pid: int | None) -> None:
         """`pid` is a process of this machine, or None."""
@@ -31,7 +32,7 @@ class Silence:
         if heard != self._heard:
             self._heard, self._waits = heard, processor_waits(self._pid)
         now = processor_waits(self._pid)
-        waited = max((now[thread] - before for thread, before in self._waits.items() if thread in now), default=0.0)
+        waited = sum(now[thread] - before for thread, before in self._waits.items() if thread in now)
         return max(silent - waited, silent / BUSY_FACTOR)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -20,7 +19,7 @@ from omnistage.placement.channel import Channel
 from omnistage.placement.clock import boot_id
 from omnistage.placement.device_memory import used_devices
 from omnistage.placement.messages import Message, Start, Stop
-from omnistage.placement.silence import Silence
+from omnistage.placement.silence import BUSY_FACTOR, Silence
 
 WORKER_MODULE = "omnistage.pipeline.worker"
 START_SECONDS = 1800.0
@@ -69,13 +68,6 @@ class LocalProcess:
             return None
 
 
-def waited(sock: socket.socket, seconds: float) -> bool:
-    """Whether there is something to read within so many seconds, or the other end is gone."""
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    return bool(poll.poll(seconds * 1e3))
-
-
 class Worker:
     """One life of a process that runs stages. When it is lost, it is lost for good; another one takes its place.
 
@@ -87,8 +79,8 @@ class Worker:
     ) -> None:
         self.host = host
         self.heard = time.monotonic()
-        """When its last message came."""
-        self.silence = Silence(host.pid if host.socket.family == getattr(socket, "AF_UNIX", None) else None)
+        """When something last came from it."""
+        self._silence = Silence(host.pid if host.socket.family == getattr(socket, "AF_UNIX", None) else None)
         self.lost = False
         self.load = 0
         """Requests that it has."""
@@ -102,12 +94,22 @@ class Worker:
         self._closed = closed
         self._started = threading.Event()
         self._error: OmniError | None = None
-        self._channel = Channel(host.socket, self._take, self._end, name=name)
+        self._channel = Channel(host.socket, self._take, self._end, name=name, arrived=self._arrived)
         self._channel.start()
         self.send = self._channel.send
 
-    def _take(self, messages: list[Message]) -> None:
+    def _arrived(self) -> None:
         self.heard = time.monotonic()
+
+    def unexplained_silence(self, silent: float) -> float:
+        """Of so many seconds without a sign of life, those in which it could have given one that had been read here.
+
+        To be called now and then during the silence.
+        """
+        unexplained = self._silence.unexplained(self.heard, silent)
+        return min(unexplained, silent / BUSY_FACTOR) if self._channel.has_unread() else unexplained
+
+    def _take(self, messages: list[Message]) -> None:
         for message in messages:
             self._receive(self, message)
 
@@ -146,6 +148,7 @@ class Worker:
         code = self.host.wait(0.2)  # its socket closes a moment before
         if code is None:
             self.kill()
+        if not code:  # it ends with 0 where its end of the connection is lost
             return "the connection to it was lost"
         if code == -signal.SIGKILL:
             return f"signal {-code}, as when the system runs out of memory"

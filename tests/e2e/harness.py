@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from omnistage.core.params import CodecParams, SamplingParams, StageParams
+from omnistage.core.types import StageChunk, TokenChunk
 from omnistage.engines.ar.stage import ARStage
 from omnistage.omni import Omni
 from omnistage.pipeline.build import EngineParts
@@ -91,6 +94,25 @@ def greedy(tokens: int = 6, codes: int = 20, **codec: Any) -> dict[str, StagePar
         "talker": SamplingParams(temperature=0.0, max_tokens=codes, min_tokens=codes),
         "token2wav": CodecParams(**{"seed": 3, "num_steps": 3, **codec}),
     }
+
+
+@contextmanager
+def tokens_of(omni: Omni, stage: str) -> Iterator[list[int]]:
+    """What a stage generates inside the block, wherever it runs."""
+    tokens: list[int] = []
+    running = omni.orchestrator._loops[stage].stage
+    step = running.step
+
+    def noting_step() -> list[StageChunk]:
+        chunks = step()
+        for chunk in chunks:
+            if isinstance(chunk.payload, TokenChunk):
+                tokens.extend(chunk.payload.token_ids)
+        return chunks
+
+    running.step = noting_step  # type: ignore[method-assign]
+    yield tokens
+    running.step = step  # type: ignore[method-assign]
 
 
 def say(text: str, *parts: dict[str, object]) -> list[dict[str, object]]:

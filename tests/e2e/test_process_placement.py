@@ -18,7 +18,7 @@ from omnistage.omni import Omni
 from omnistage.pipeline.build import EngineParts
 from omnistage.pipeline.outputs import OmniRequestOutput
 from omnistage.server.observe.metrics import RequestMetrics, render
-from tests.e2e.harness import SMALL_POOLS, greedy, say
+from tests.e2e.harness import SMALL_POOLS, greedy, say, tokens_of
 
 BOTH = ["text", "audio"]
 GROUPS = (
@@ -59,11 +59,14 @@ def assert_same(ours: OmniRequestOutput, theirs: OmniRequestOutput) -> None:
 
 
 def test_speech_is_the_same_in_processes(omni: Omni, placed: Omni) -> None:
-    def both(*args: object, **kwargs: object) -> None:
-        assert_same(placed.chat(*args, progress=False, **kwargs), omni.chat(*args, progress=False, **kwargs))
+    def both(*args: object, **kwargs: object) -> list[int]:
+        with tokens_of(placed, "talker") as codes, tokens_of(omni, "talker") as expected:
+            assert_same(placed.chat(*args, progress=False, **kwargs), omni.chat(*args, progress=False, **kwargs))
+        assert codes == expected
+        return codes
 
     pixels = np.random.default_rng(3).integers(0, 255, (56, 84, 3), dtype=np.uint8)
-    both(say("Hello"), greedy(), modalities=BOTH)
+    assert len(both(say("Hello"), greedy(), modalities=BOTH)) == 20
     both(say("What is this?", {"type": "image", "image": pixels}), greedy(), modalities=BOTH)
     sampled = SamplingParams(seed=5, max_tokens=8, n=3, logprobs=2, ignore_eos=True)
     both(say("Hello"), {"thinker": sampled}, modalities=["text"])

@@ -14,7 +14,7 @@ from omnistage.core.errors import StageUnavailableError
 from omnistage.core.params import DiffusionParams
 from omnistage.models.stable_diffusion_3 import tiny
 from omnistage.omni import Omni
-from tests.e2e.harness import SMALL_POOLS, greedy, say
+from tests.e2e.harness import SMALL_POOLS, greedy, say, tokens_of
 from tests.unit.placement_harness import eventually
 
 ray = pytest.importorskip("ray", reason="needs the extra ray")
@@ -41,16 +41,30 @@ def placed(checkpoint: Path, cluster: str) -> Iterator[Omni]:
     overrides = [f"deployment.placement.voice.{key}={value}" for key, value in group.items()]
     overrides += [*SMALL_POOLS, f"deployment.ray_address={cluster}"]
     with Omni(checkpoint, device="cpu", dtype="float32", overrides=overrides, progress=False) as omni:
+        (reserved,) = reservations()
         yield omni
         omni.orchestrator.check_idle()
+        assert reservations() == [reserved]  # it was the same for all actors that came
+    assert reservations() == []
+
+
+def reservations() -> list[str]:
+    """The placement groups that there are, each with a node for each of its two bundles."""
+    groups = [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"]
+    assert all(len(set(group["bundles_to_node_id"].values())) == 2 for group in groups)
+    return [group["placement_group_id"] for group in groups]
 
 
 def test_speech_is_the_same_on_every_node_and_over_every_connection(omni: Omni, placed: Omni) -> None:
     families = {worker.host.socket.family.name for worker in placed._groups[0]._replicas.workers()}
     assert families == {"AF_UNIX", "AF_INET"}
-    expected = omni.chat(say("Hello"), greedy(), modalities=BOTH, progress=False)
+    with tokens_of(omni, "talker") as expected_codes:
+        expected = omni.chat(say("Hello"), greedy(), modalities=BOTH, progress=False)
+    assert len(expected_codes) == 20
     for _ in range(2):
-        output = placed.chat(say("Hello"), greedy(), modalities=BOTH, progress=False)
+        with tokens_of(placed, "talker") as codes:
+            output = placed.chat(say("Hello"), greedy(), modalities=BOTH, progress=False)
+        assert codes == expected_codes
         assert output.token_ids == expected.token_ids
         assert output.audio is not None
         assert expected.audio is not None

@@ -61,13 +61,13 @@ def test_the_containerfile_has_known_instructions_and_its_sources_exist() -> Non
                 assert flag.removeprefix("--from=") in stages
             if not flags:
                 assert all((ROOT / source).exists() for source in sources), sources
-    assert stages == ["build", "cpu", "cuda"]
+    assert stages == ["build", "cpu", "cuda", "cuda-ray"]
 
 
 def test_every_stage_that_runs_is_nobodys_root_and_says_when_it_is_ready() -> None:
     found = instructions()
     users = [rest for name, rest in found if name == "USER"]
-    assert users == ["10001:10001", "root", "10001:10001"]
+    assert users == ["10001:10001", *["root", "10001:10001"] * 2]
     (check,) = [rest for name, rest in found if name == "HEALTHCHECK"]
     assert "/ready" in check
     assert json.loads(check.partition("CMD ")[2])[0] == "python"
@@ -214,7 +214,15 @@ def test_the_service_on_kuberay_has_options_that_exist_and_finds_its_head() -> N
     head = cluster["headGroupSpec"]["template"]
     assert service["spec"]["selector"].items() <= head["metadata"]["labels"].items()
     (container,) = head["spec"]["containers"]
-    assert [port["containerPort"] for port in container["ports"]] == [int(option(words, "--port"))]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports.pop("http") == int(option(words, "--port"))
+    # The operator's own names: a list of ports replaces its defaults, and it submits the job to `dashboard`.
+    assert ports == {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
+    versions = {rest.partition("=")[2] for name, rest in instructions() if name == "ARG" and rest.startswith("RAY=")}
+    assert versions == {cluster["rayVersion"]}
+    targets = {rest.rpartition(" AS ")[2] for name, rest in instructions() if name == "FROM"}
+    templates = [head, *(group["template"] for group in cluster["workerGroupSpecs"])]
+    assert {each["spec"]["containers"][0]["image"].partition(":")[2] for each in templates} <= targets
     settings = OmniEngineArgs(model="m", overrides=tuple(b for a, b in pairwise(words) if a == "--set"), ray="auto")
     replicas = {text.rpartition("=")[2] for text in settings.overrides if ".replicas=" in text}
     assert replicas == {str(sum(group["replicas"] for group in cluster["workerGroupSpecs"]))}

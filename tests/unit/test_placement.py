@@ -84,17 +84,21 @@ def _in_processes(voices: PlacedPipeline, stage: str) -> int:
     return sum(worker.stats[stage].running for worker in voices.group._replicas.workers() if worker.stats)
 
 
-def test_a_lost_process_ends_its_own_requests_alone_and_comes_back(voices: PlacedPipeline) -> None:
+@pytest.mark.parametrize("fault", ["signal 9, as when the system runs out of memory", "the connection to it was lost"])
+def test_a_lost_process_ends_its_own_requests_alone_and_comes_back(voices: PlacedPipeline, fault: str) -> None:
     sinks = [voices.submit(f"r{number}", 400) for number in range(4)]
     eventually(lambda: all(any(item.audio is not None for item in sink.items) for sink in sinks))
     fallen = voices.replicas()[0]
-    voices.signal(0)
+    if "signal" in fault:
+        voices.signal(0)
+    else:
+        voices.group._replicas.workers()[0].host.socket.shutdown(socket.SHUT_RDWR)
     outputs = [sink.wait() for sink in sinks]
     lost = [output for output in outputs if output.error is not None]
     assert len(lost) == 2
     for output in lost:
         assert isinstance(output.error, StageUnavailableError)
-        assert "ended while it had this request" in str(output.error)
+        assert f"ended while it had this request ({fault})" in str(output.error)
     for output in outputs:
         if output.error is None:
             assert_whole(output, 400)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import builtins
 import socket
+import sys
 import time
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from omnistage.core.errors import MissingDependencyError
+from omnistage.core.errors import MissingDependencyError, StageUnavailableError
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import ARInput, RequestInfo, StageChunk, StageInput
 from omnistage.pipeline import ray_host
@@ -51,6 +53,59 @@ def test_only_who_has_the_token_is_taken_for_the_worker(monkeypatch: pytest.Monk
         monkeypatch.setattr(ray_host, "_CONNECT_SECONDS", 0.05)
         with pytest.raises(TimeoutError):
             ray_host._accepted(listener, token)
+
+
+class Cluster(ModuleType):
+    """What is called of Ray to reserve places."""
+
+    def __init__(self, *, has_room: bool = True) -> None:
+        super().__init__("ray")
+        self.reserved: list[dict[str, float]] = []
+        placement = SimpleNamespace(wait=lambda _seconds: has_room)
+        self.util = SimpleNamespace(
+            placement_group=lambda bundles, strategy: self.reserved.extend(bundles) or placement,
+            remove_placement_group=lambda group: self.reserved.clear() if group is placement else None,
+            scheduling_strategies=SimpleNamespace(PlacementGroupSchedulingStrategy=lambda _group, bundle: bundle),
+        )
+
+    def is_initialized(self) -> bool:
+        return True
+
+
+class Actor:
+    """A host that only has its place."""
+
+    def __init__(self, _ray: object, options: dict[str, Any], leave: Any) -> None:
+        self.options, self.kill = options, leave
+
+
+def test_the_actors_of_a_group_have_places_that_stay_reserved_until_it_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster()
+    monkeypatch.setitem(sys.modules, "ray", cluster)
+    monkeypatch.setattr(ray_host, "RayHost", Actor)
+    actors = ray_host.RayActors(None, 2, num_cpus=0.0, num_gpus=0.5)
+    first, second = actors.start(), actors.start()
+    assert cluster.reserved == [{"GPU": 0.5}] * 2
+    assert first.options == {"num_cpus": 0, "num_gpus": 0.5, "scheduling_strategy": 0}
+    with pytest.raises(StageUnavailableError, match="are taken"):
+        actors.start()
+    second.kill()
+    assert actors.start().options["scheduling_strategy"] == 1  # the place of the one that is gone
+    actors.close()
+    actors.close()
+    assert cluster.reserved == []
+    assert ray_host.RayActors(None, 1, 0.0, 0.0).start().options["scheduling_strategy"] == "SPREAD"
+    assert cluster.reserved == []
+
+
+def test_a_cluster_without_room_is_told_from_one_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(has_room=False)
+    monkeypatch.setitem(sys.modules, "ray", cluster)
+    with pytest.raises(StageUnavailableError, match=r"no room for 3 processes of CPU: 2, GPU: 0\.5 each"):
+        ray_host.RayActors("auto", 3, 2.0, 0.5).start()
+    assert cluster.reserved == []
 
 
 def test_times_are_moved_between_machines_and_nowhere_else() -> None:
