@@ -54,7 +54,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         }
     },
     "fuyu": {"patch_size": 30, "image_size": 60},
-    "florence2": {"vision_config": {"patch_size": [7, 3, 3, 3]}},
+    "florence2": {
+        "vision_config": {
+            "patch_size": [7, 3, 3, 3],
+            "depths": [1, 1, 1, 1],
+            "embed_dim": [16, 16, 32, 64],
+            "num_heads": [2, 2, 2, 4],
+            "num_groups": [2, 2, 2, 4],
+            "window_size": 4,
+        }
+    },
     "lfm2_vl": {"text_config": {"layer_types": ["conv", "full_attention"]}},
     "lfm3_vl": {"text_config": {"layer_types": ["conv", "full_attention"]}},
     "minimax_m3_vl": {"vision_config": {"patch_size": 14, "image_size": 56}},
@@ -75,7 +84,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
     "nemo_speechlm": {"audio_config": {"diarization_config": {"head_config": {"audio_hidden_size": 64}}}},
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
-    "step3p7": {"text_config": {"sliding_window": 64}},
+    "step3p7": {"text_config": {"sliding_window": 16}},
     "chameleon": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "vocabulary_map": {f"IMGIMG{chr(65 + n // 10)}{chr(65 + n % 10)}Z": 1000 + n for n in range(64)},

@@ -15,6 +15,7 @@ from omnistage.core.errors import StageError, UnsupportedModelError
 from omnistage.core.messages import ChatMessage, TextPart
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import ARInput, RequestInfo, StageChunk, StageInput, TokenChunk
+from omnistage.engines.ar import whole_prompt_runner
 from omnistage.engines.ar.memory import ar_needs
 from omnistage.engines.ar.stage import ARStage
 from omnistage.models.causal_lm import pooled_sequence
@@ -83,6 +84,16 @@ def test_chats_at_once_in_processes_and_preempted_are_answered_as_by_transformer
             assert stats.preemptions > 0 or few not in overrides
             assert (stats.extra["one_by_one"], stats.extra["in_groups"], stats.extra["prefix_hits"]) == (0.0, 1.0, 0.0)
             omni.orchestrator.check_idle()
+
+
+def test_no_attention_is_prepared_for_each_length_of_keys(
+    component: GroupedMultimodalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own attention, which the model calls, would prepare itself for each new token on some GPUs."""
+    devices: list[torch.device] = []
+    monkeypatch.setattr(whole_prompt_runner, "avoid_attention_plans", devices.append)
+    ARStage("thinker", component, ARBudget(kv_blocks=200, block_size=8))
+    assert devices == [component.device]
 
 
 def test_tokens_of_several_sequences_are_one_forward(

@@ -46,8 +46,13 @@ def check_media(component: MultimodalLM, processor: MultimodalProcessor) -> dict
         except UnsupportedModelError as error:
             refused[kind] = error
     if len(refused) == len(kinds):
-        raise refused[kinds[0]]
+        raise min(refused.values(), key=_rank)
     return refused
+
+
+def _rank(error: UnsupportedModelError) -> int:
+    """The lower, the more it says of what is served, and the sooner there is another way."""
+    return 0 if isinstance(error, DependentItemsError) else 1 + (STOCK_FAILURE in error.message)
 
 
 def _check_kind(component: MultimodalLM, processor: MultimodalProcessor, kind: Modality) -> None:
@@ -126,14 +131,19 @@ def _stock(
         raise UnsupportedModelError(f"{name}: {STOCK_FAILURE} ({reason[:200]})") from error
     finally:
         use_paged_attention(decoder)
-    found = {call.both_ways for call in calls if call.both_ways}
-    if len(found) > 1:
+    ranges = {call.both_ways for call in calls if call.both_ways}
+    if len(ranges) > 1:
         raise UnsupportedModelError(f"{name}: other tokens attend both ways in one layer than in another")
+    if ranges and component.spec.states:
+        raise UnsupportedModelError(f"{name}: its tokens attend both ways beside recurrent layers")
     for call in calls:
         # Once for any kind of media: a module that looks ahead in none of its ranges sees none.
         ahead = bool(call.both_ways) or getattr(call.module, "paged_ahead", False)
         setattr(call.module, "paged_ahead", ahead)  # noqa: B010  (torch types attributes as tensors)
-    return expected, logits, next(iter(found), ())
+        if call.window and call.both_ways and max(end - start for start, end in call.both_ways) <= call.window:
+            # Whether the window cuts a longer range is not seen here: Gemma's does, that of transformers' default not.
+            component.both_ways_limit = min(component.both_ways_limit, call.window)
+    return expected, logits, next(iter(ranges), ())
 
 
 @torch.inference_mode()
