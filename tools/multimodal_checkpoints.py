@@ -31,7 +31,7 @@ from multimodal_types import (
     PROCESSORS,
     TOKEN_IDS,
     TOKENS,
-    WITH_VISION,
+    WITH_TOWERS,
 )
 
 TEXT_VOCAB = 1280
@@ -93,9 +93,9 @@ _TOKEN = re.compile(r"""["'](<[^<>"'\s{}]{1,40}>|\[[A-Z_]{2,20}\])["']""")
 def small_config(model_type: str, overrides: dict[str, Any] | None = None) -> Any:
     kind = transformers.CONFIG_MAPPING[model_type]
     settings = _settings(kind())
-    if model_type in WITH_VISION:
-        vision = kind.sub_configs["vision_config"]()
-        settings["vision_config"] = {"model_type": vision.model_type, **_settings(vision)}
+    for name in WITH_TOWERS.get(model_type, ()):
+        tower = kind.sub_configs[name]()
+        settings[name] = {"model_type": tower.model_type, **_settings(tower)}
     return kind(**_merged(settings, overrides or {}))
 
 

@@ -150,8 +150,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 """Settings of types whose default config cannot be made small by names alone."""
-WITH_VISION = ("gemma4", "gemma4_unified")
-"""Types whose default config has no vision tower, unlike published ones."""
+WITH_TOWERS = dict.fromkeys(("gemma4", "gemma4_unified"), ("vision_config", "audio_config"))
+"""Of types whose default config has no towers, unlike published ones."""
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     **{t: {"feature_extractor": {"feature_size": 1}} for t in ("vibevoice_asr", "kyutai_speech_to_text")},
     "perception_lm": {
@@ -192,6 +192,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "paligemma": {"image_processor": {"image_seq_length": 16}},
     "florence2": {"image_processor": {"image_seq_length": 2}},
     "gemma3": {"processor": {"image_seq_length": 4}},
+    "gemma4": {"feature_extractor": {"feature_size": 128}},
     "aya_vision": {
         "processor": {"patch_size": 8, "img_size": 32, "downsample_factor": 2},
         "image_processor": {"max_patches": 2},

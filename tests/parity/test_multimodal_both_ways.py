@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,17 @@ def test_the_reason_is_that_of_a_kind_that_the_model_takes(
         monkeypatch.setattr(processor, "input_modalities", frozenset({Modality.TEXT, *map(Modality, kinds)}))
         with pytest.raises(UnsupportedModelError, match=match):
             probe.check_media(component, processor)
+
+
+def test_in_a_narrow_dtype_too_a_small_fault_is_found(gemma: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding would hide it: models are compared in float32, whatever their own dtype is."""
+    context = replace(context_of(gemma), dtype=torch.float16)
+    component = load(context)
+    assert isinstance(component, MultimodalLM)
+    assert component.dtype == torch.float16
+    plain = probe._paged_logits
+    monkeypatch.setattr(probe, "_paged_logits", lambda *args: plain(*args) * 1.01)
+    assert not isinstance(load(context), MultimodalLM)
 
 
 def test_the_runs_of_a_pictures_tokens_are_its_ranges(component: MultimodalLM, processor: MultimodalProcessor) -> None:

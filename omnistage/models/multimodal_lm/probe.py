@@ -19,7 +19,7 @@ from omnistage.engines.ar.attention.recording import record_attention
 from omnistage.engines.ar.attention.sdpa import SdpaBackend
 from omnistage.engines.ar.recurrent import StatePool, StateStep
 from omnistage.models.causal_lm.own_model import difference
-from omnistage.models.causal_lm.probe import rounded_tolerance
+from omnistage.models.causal_lm.probe import in_float32, rounded_tolerance
 from omnistage.models.loading import use_paged_attention
 from omnistage.models.multimodal_lm.capture import DecoderInputs, DependentItemsError
 from omnistage.models.multimodal_lm.component import MultimodalLM
@@ -79,6 +79,28 @@ def _check_kind(component: MultimodalLM, processor: MultimodalProcessor, kind: M
         raise UnsupportedModelError(
             f"{name} gives other logits on the paged engine than in transformers (by {worst:.1e} of their range)"
             + _others(expected)
+        )
+    if component.dtype != torch.float32:
+        _check_in_float32(name, component, inputs, ours)
+
+
+def _check_in_float32(name: str, component: MultimodalLM, inputs: dict[str, torch.Tensor], payload: ARInput) -> None:
+    """What rounding hides in narrower dtypes, where the model runs in float32 at all."""
+    if getattr(component.model.config, "quantization_config", None) is not None:
+        return
+    dtype, component.dtype = component.dtype, torch.float32
+    try:
+        with in_float32(component.model):
+            logits = _stock(name, component, inputs)[1]
+            got = _paged_logits(component, payload, *_rows(component, payload))
+    except _FORWARD_ERRORS:  # kernels for one dtype, a tower that narrows its input, no memory
+        return
+    finally:
+        component.dtype = dtype
+    if (worst := difference(got, logits)) >= rounded_tolerance(_TOLERANCE):
+        raise UnsupportedModelError(
+            f"{name} gives other logits on the paged engine than in transformers (by {worst:.1e} of their range in "
+            "float32)"
         )
 
 
