@@ -7,6 +7,7 @@ import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 
 @cache
@@ -20,6 +21,7 @@ def _module() -> ModuleType:
     return module
 
 
-def write(model_type: str, folder: Path) -> Path:
-    _module().write(model_type, folder)
+def write(model_type: str, folder: Path, **settings: Any) -> Path:
+    """`settings` of its config differ from the small ones."""
+    _module().write(model_type, folder, settings=settings)
     return folder

@@ -53,6 +53,8 @@ OVERRIDES = (
     "thinker.budget.max_model_len=8192",
 )
 BLOCK, MANY_BLOCKS = 8, 1600
+IN_GROUPS = ", in groups"
+"""What a row says of types that do not run in flattened batches."""
 _ROW = re.compile(r"^\| ([\w.-]+) \| (\w+) \| (.*) \|$", re.MULTILINE)
 
 
@@ -139,9 +141,11 @@ def _compare(model_type: str, folder: Path, seed: int) -> Any:
     refused = "".join(f"; {kind} refused: {reason}" for kind, reason in without.items())
     if outcome.state != "exact":
         return outcome
-    one_by_one = isinstance(component, OwnCacheMultimodalLM) and not component.spec.grouped
-    notes = ("" if text_alone else ", never text alone") + (", in groups" if component.spec.grouped else "")
-    return replace(outcome, state="fallback" if one_by_one else "exact", reason=kinds + notes + refused)
+    grouped = component.spec.grouped
+    one_by_one = isinstance(component, OwnCacheMultimodalLM) and not grouped
+    notes = ("" if text_alone else ", never text alone") + (IN_GROUPS if grouped else "")
+    state = "fallback" if one_by_one else "exact"
+    return replace(outcome, state=state, reason=kinds + notes + refused, in_groups=grouped)
 
 
 def _opened(folder: Path, blocks: int) -> Omni:
@@ -180,8 +184,8 @@ def as_markdown(outcomes: Sequence[Any]) -> str:
         "By `python tools/coverage_multimodal.py --all --markdown docs/multimodal_coverage.md`: small random",
         "checkpoints with the type's own processor, six chats at once with up to two items of each kind of media,",
         "greedy, prefill in chunks, prefix cache, preemption. Tokens and log probabilities are compared with those of",
-        "`generate`, one chat at a time. `in groups`: whole prompts, and generated tokens of all sequences at once.",
-        "`fallback` is as exact, one sequence at a time with transformers' own forward and cache.",
+        "`generate`, one chat at a time. `in groups` is exact, too: whole prompts, and generated tokens of all",
+        "sequences at once. `fallback` is as exact, one sequence at a time with transformers' own forward and cache.",
         "`unbuilt` says nothing of a published checkpoint: no small one could be made here. How it works:",
         "[multimodal models](multimodal_models.md).",
         "Fun-ASR and Granite Speech were judged with the Python part of `torchaudio` 2.11, models with a timm tower "
@@ -206,7 +210,7 @@ def _with_rows_of(page: Path, outcomes: Sequence[Any]) -> list[Any]:
     rows = _ROW.findall(page.read_text(encoding="utf-8")) if page.exists() else []
     kept = [(name, state, reason) for name, state, reason in rows if name not in {*new, "model_type"}]
     texts = ((name, state, reason.replace("\\|", "|").replace("&lt;", "<")) for name, state, reason in kept)
-    return [*outcomes, *(causal.Outcome(*row) for row in texts)]
+    return [*outcomes, *(causal.Outcome(*row, in_groups=IN_GROUPS in row[2].partition(";")[0]) for row in texts)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -31,7 +31,7 @@ from multimodal_types import (
     PROCESSORS,
     TOKEN_IDS,
     TOKENS,
-    WITH_VISION,
+    WITH_TOWERS,
 )
 
 TEXT_VOCAB = 1280
@@ -58,7 +58,9 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 32),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), TEXT_VOCAB),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), MAX_LENGTH),
-    **dict.fromkeys(("sliding_window", "window_size", "attention_chunk_size"), 64),
+    # Shorter than the chats.
+    **dict.fromkeys(("sliding_window", "attention_chunk_size"), 16),
+    "window_size": 64,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "moe_top_k"), 2),
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "num_dense_layers"), 1),
@@ -91,9 +93,9 @@ _TOKEN = re.compile(r"""["'](<[^<>"'\s{}]{1,40}>|\[[A-Z_]{2,20}\])["']""")
 def small_config(model_type: str, overrides: dict[str, Any] | None = None) -> Any:
     kind = transformers.CONFIG_MAPPING[model_type]
     settings = _settings(kind())
-    if model_type in WITH_VISION:
-        vision = kind.sub_configs["vision_config"]()
-        settings["vision_config"] = {"model_type": vision.model_type, **_settings(vision)}
+    for name in WITH_TOWERS.get(model_type, ()):
+        tower = kind.sub_configs[name]()
+        settings[name] = {"model_type": tower.model_type, **_settings(tower)}
     return kind(**_merged(settings, overrides or {}))
 
 
@@ -151,9 +153,9 @@ def processor_class(model_type: str) -> Any:
     return getattr(transformers, name)
 
 
-def write(model_type: str, folder: Path, seed: int = 0) -> Any:
-    """The checkpoint, as a published one lies in its folder."""
-    config = small_config(model_type, CONFIGS.get(model_type))
+def write(model_type: str, folder: Path, seed: int = 0, settings: dict[str, Any] | None = None) -> Any:
+    """The checkpoint, as a published one lies in its folder; `settings` of its config differ from the usual."""
+    config = small_config(model_type, _merged(CONFIGS.get(model_type, {}), settings or {}))
     processor = build_processor(model_type, config, folder)
     _set_token_ids(model_type, config, processor)
     torch.manual_seed(seed)

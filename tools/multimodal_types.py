@@ -54,7 +54,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         }
     },
     "fuyu": {"patch_size": 30, "image_size": 60},
-    "florence2": {"vision_config": {"patch_size": [7, 3, 3, 3]}},
+    "florence2": {
+        "vision_config": {
+            "patch_size": [7, 3, 3, 3],
+            "depths": [1, 1, 1, 1],
+            "embed_dim": [16, 16, 32, 64],
+            "num_heads": [2, 2, 2, 4],
+            "num_groups": [2, 2, 2, 4],
+            "window_size": 4,
+        }
+    },
     "lfm2_vl": {"text_config": {"layer_types": ["conv", "full_attention"]}},
     "lfm3_vl": {"text_config": {"layer_types": ["conv", "full_attention"]}},
     "minimax_m3_vl": {"vision_config": {"patch_size": 14, "image_size": 56}},
@@ -75,7 +84,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
     "nemo_speechlm": {"audio_config": {"diarization_config": {"head_config": {"audio_hidden_size": 64}}}},
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
-    "step3p7": {"text_config": {"sliding_window": 64}},
+    "step3p7": {"text_config": {"sliding_window": 16}},
     "chameleon": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "vocabulary_map": {f"IMGIMG{chr(65 + n // 10)}{chr(65 + n % 10)}Z": 1000 + n for n in range(64)},
@@ -141,8 +150,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 """Settings of types whose default config cannot be made small by names alone."""
-WITH_VISION = ("gemma4", "gemma4_unified")
-"""Types whose default config has no vision tower, unlike published ones."""
+WITH_TOWERS = dict.fromkeys(("gemma4", "gemma4_unified"), ("vision_config", "audio_config"))
+"""Of types whose default config has no towers, unlike published ones."""
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     **{t: {"feature_extractor": {"feature_size": 1}} for t in ("vibevoice_asr", "kyutai_speech_to_text")},
     "perception_lm": {
@@ -183,6 +192,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "paligemma": {"image_processor": {"image_seq_length": 16}},
     "florence2": {"image_processor": {"image_seq_length": 2}},
     "gemma3": {"processor": {"image_seq_length": 4}},
+    "gemma4": {"feature_extractor": {"feature_size": 128}},
     "aya_vision": {
         "processor": {"patch_size": 8, "img_size": 32, "downsample_factor": 2},
         "image_processor": {"max_patches": 2},

@@ -64,7 +64,7 @@ def test_a_type_is_served_exactly(model_type: str) -> None:
     outcome = tool.cover(model_type)
     assert outcome.state == "exact", outcome
     assert outcome.reason.startswith(EXACT[model_type])
-    assert ("in groups" in outcome.reason) is ("in groups" in EXACT[model_type])
+    assert outcome.in_groups is ("in groups" in outcome.reason) is ("in groups" in EXACT[model_type])
 
 
 def test_a_placeholder_that_is_sampled_is_embedded_as_by_the_model() -> None:
@@ -118,3 +118,10 @@ def test_the_page_counts_types_by_task() -> None:
     assert "0 exact" in sounds
     assert "1 refused" in sounds
     assert "| qwen2_audio | refused | no |" in page
+
+
+def test_the_page_counts_types_in_groups_apart_also_when_their_rows_stay(tmp_path: Path) -> None:
+    page, new = tmp_path / "page.md", tool.causal.Outcome("mllama", "exact", "image, in groups", in_groups=True)
+    for outcome in (new, tool.causal.Outcome("llava", "exact", "image; video refused: not in groups, in groups")):
+        page.write_text(tool.as_markdown(tool._with_rows_of(page, [outcome])))
+    assert "2 exact (1 of them in groups)" in page.read_text()

@@ -15,6 +15,7 @@ from omnistage.core.errors import StageError, UnsupportedModelError
 from omnistage.core.messages import ChatMessage, TextPart
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import ARInput, RequestInfo, StageChunk, StageInput, TokenChunk
+from omnistage.engines.ar import whole_prompt_runner
 from omnistage.engines.ar.memory import ar_needs
 from omnistage.engines.ar.stage import ARStage
 from omnistage.models.causal_lm import pooled_sequence
@@ -22,6 +23,7 @@ from omnistage.models.causal_lm.own_model import difference
 from omnistage.models.multimodal_lm import grouped
 from omnistage.models.multimodal_lm.component import load
 from omnistage.models.multimodal_lm.grouped import GroupedMultimodalLM
+from omnistage.models.multimodal_lm.own_cache import OwnCacheMultimodalLM
 from omnistage.models.multimodal_lm.processor import MultimodalProcessor
 from omnistage.models.multimodal_lm.verify import as_sent, make_chats, reference_answers
 from omnistage.omni import Omni
@@ -85,6 +87,16 @@ def test_chats_at_once_in_processes_and_preempted_are_answered_as_by_transformer
             omni.orchestrator.check_idle()
 
 
+def test_no_attention_is_prepared_for_each_length_of_keys(
+    component: GroupedMultimodalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own attention, which the model calls, would prepare itself for each new token on some GPUs."""
+    devices: list[torch.device] = []
+    monkeypatch.setattr(whole_prompt_runner, "avoid_attention_plans", devices.append)
+    ARStage("thinker", component, ARBudget(kv_blocks=200, block_size=8))
+    assert devices == [component.device]
+
+
 def test_tokens_of_several_sequences_are_one_forward(
     component: GroupedMultimodalLM, processor: MultimodalProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +134,47 @@ def test_a_prompt_that_the_model_cannot_run_ends_alone(
     assert not stage.runner._states  # type: ignore[attr-defined]
 
 
+def test_an_abort_at_any_time_leaves_nothing_behind_and_others_as_they_are(
+    component: GroupedMultimodalLM, processor: MultimodalProcessor
+) -> None:
+    payloads = [prompt(processor, number) for number in range(2)]
+    alone = []
+    for payload in payloads:
+        stage = ARStage("thinker", component, ARBudget(kv_blocks=200, block_size=8))
+        stage.submit(StageInput(RequestInfo("0"), GREEDY, payload))
+        alone.append(tokens_of(stage.drain(), "0"))
+    for steps in range(5):  # before its last chunk, while others generate, while it generates
+        stage = ARStage("thinker", component, ARBudget(kv_blocks=200, block_size=8, prefill_chunk=8))
+        for name, payload in zip(("stays", "goes"), payloads, strict=True):
+            stage.submit(StageInput(RequestInfo(name), GREEDY, payload))
+        chunks = [chunk for _ in range(steps) for chunk in stage.step()]
+        stage.abort("goes")
+        chunks += stage.drain()
+        assert tokens_of(chunks, "stays") == alone[0]
+        stage.check_integrity()
+        assert not stage.runner._states  # type: ignore[attr-defined]
+        assert stage.scheduler.pool.free_blocks == stage.scheduler.pool.num_blocks
+
+
+def test_a_seed_gives_the_same_tokens_whatever_runs_beside(
+    component: GroupedMultimodalLM, processor: MultimodalProcessor
+) -> None:
+    payload = prompt(processor)
+    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=6) for seed in (3, 4, 3)]
+    alone = []
+    for each in params:
+        stage = ARStage("thinker", component, ARBudget(kv_blocks=200, block_size=8))
+        stage.submit(StageInput(RequestInfo("0"), each, payload))
+        alone.append(tokens_of(stage.drain(), "0"))
+    stage = ARStage("thinker", component, ARBudget(kv_blocks=200, block_size=8))
+    for number, each in enumerate(params):
+        stage.submit(StageInput(RequestInfo(str(number)), each, payload))
+    stage.submit(StageInput(RequestInfo("other"), GREEDY, prompt(processor, 2)))
+    chunks = stage.drain()
+    assert [tokens_of(chunks, str(number)) for number in range(3)] == alone
+    assert alone[0] == alone[2] != alone[1]
+
+
 def test_the_memory_plan_has_its_keys_and_what_a_sequence_keeps(component: GroupedMultimodalLM) -> None:
     assert not ARStage("thinker", component, ARBudget(block_size=8)).scheduler.pool.prefix_caching
     budget = ARBudget(block_size=8, max_running=4)
@@ -155,6 +208,19 @@ def test_a_batch_that_answers_otherwise_is_not_served_in_groups(
     monkeypatch.setattr(grouped, "advance", lambda *args, **options: plain(*args, **options) * 1.01)
     with pytest.raises(UnsupportedModelError, match="other logits in a batch of sequences"):
         component._check(component._samples(processor))
+
+
+def test_in_a_narrow_dtype_too_a_small_fault_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding would hide it: models are compared in float32, whatever their own dtype is."""
+    context = replace(context_of(folder), dtype=torch.float16)
+    component = load(context)
+    assert isinstance(component, GroupedMultimodalLM)
+    assert (component.dtype, component.spec.padded_groups) == (torch.float16, TYPES[component.model.config.model_type])
+    assert {p.dtype for p in component.model.parameters()} == {torch.float16}
+    plain = grouped.advance
+    monkeypatch.setattr(grouped, "advance", lambda *args, **options: plain(*args, **options) * 1.01)
+    assert isinstance(load(context), OwnCacheMultimodalLM)
+    assert not isinstance(load(context), GroupedMultimodalLM)
 
 
 def test_forbidden_tokens_do_not_hide_a_difference() -> None:

@@ -14,6 +14,7 @@ from omnistage.config.schema import ARBudget
 from omnistage.core.errors import InvalidRequestError, UnsupportedModelError
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import ARInput, RequestInfo, StageChunk, StageInput, TokenChunk
+from omnistage.engines.ar import group_runner
 from omnistage.engines.ar.group import Group
 from omnistage.engines.ar.memory import ar_needs
 from omnistage.engines.ar.stage import ARStage
@@ -55,6 +56,13 @@ def reference(model: transformers.PreTrainedModel, prompt: Sequence[int]) -> lis
     ids = torch.tensor([prompt])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=GREEDY.max_tokens)
     return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+def test_no_attention_is_prepared_for_each_length_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[torch.device] = []
+    monkeypatch.setattr(group_runner, "avoid_attention_plans", devices.append)
+    ARStage("text", OwnForwardLM(bloom()), TIGHT)
+    assert devices == [CPU]
 
 
 def run(stage: ARStage, prompts: Sequence[tuple[int, ...]], params: SamplingParams = GREEDY) -> list[list[int]]:

@@ -40,6 +40,7 @@ from omnistage.engines.ar import graphs
 from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.graphs import DecodeGraphs, StepTensors
+from omnistage.engines.ar.inputs import ContentKeys
 from omnistage.engines.ar.memory import block_bytes
 from omnistage.engines.ar.merged import merge_linears
 from omnistage.engines.ar.scheduler import ScheduledSequence
@@ -636,6 +637,20 @@ def test_equal_prompts_with_other_media_share_no_prefix_and_equal_media_do(model
         hits.append(stage.stats().extra["prefix_hits"])
     assert got == expected
     assert hits == [0, 0, 0, 4]
+
+
+def test_tokens_that_attend_to_those_of_the_next_item_share_no_prefix_with_others() -> None:
+    """Two pictures side by side are one range: the first one's keys and values depend on the second one."""
+
+    def hashed(*spans: MediaSpan, both_ways: Sequence[tuple[int, int]]) -> list[bytes]:
+        return ContentKeys(replace(with_pictures(*spans), both_ways=tuple(both_ways)))(4, 8)
+
+    first = picture(b"cat", range(4, 8), random_rows(4, 0))
+    second, other = (picture(key, range(8, 12), random_rows(4, 1)) for key in (b"dog", b"cow"))
+    alone, together = hashed(first, both_ways=[(4, 8)]), hashed(first, second, both_ways=[(4, 12)])
+    assert len({tuple(alone), tuple(together), tuple(hashed(first, other, both_ways=[(4, 12)]))}) == 3
+    assert together == hashed(first, second, both_ways=[(4, 12)])
+    assert alone == hashed(first, second, both_ways=[(4, 8), (8, 12)])  # a text between them
 
 
 def test_an_encoded_item_is_kept_for_the_next_request(model: CausalLM) -> None:

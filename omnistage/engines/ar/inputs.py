@@ -14,12 +14,14 @@ from omnistage.engines.ar.component import ARComponent
 class ContentKeys:
     """What a range of a sequence holds besides token ids, as hash parts.
 
-    For each media item that overlaps it: the content's key, the first row inside and where that stands. And the
-    positions, where they do not simply count up: equal tokens elsewhere have other keys and values.
+    For each media item that overlaps it: the content's key, the first row inside and where that stands. The same of
+    items whose tokens attend to those of a later one. And the positions, where they do not simply count up: equal
+    tokens elsewhere have other keys and values.
     """
 
     def __init__(self, payload: ARInput) -> None:
         self._spans = [(span.key, sorted(span.positions.tolist())) for span in payload.media]
+        self._joint = [(first, last, self._joint_key(first, last)) for first, last in payload.both_ways]
         self._delta = payload.position_delta
         positions = payload.positions
         length = len(payload.token_ids)
@@ -28,15 +30,25 @@ class ContentKeys:
         self._plain = positions is None and not self._delta
 
     def __call__(self, start: int, end: int) -> list[bytes]:
+        parts = self._item_keys(start, end)
+        parts += (key for first, last, key in self._joint if key and first < end and last > start)
+        if not self._plain:
+            generated = np.arange(max(start, self._length), end) + self._delta
+            positions = self._positions[:, start:end]
+            parts.append(np.concatenate((positions, np.tile(generated, (len(positions), 1))), axis=1).tobytes())
+        return parts
+
+    def _joint_key(self, start: int, end: int) -> bytes:
+        """Of a range that tokens attend to both ways: the items in it, where there are several."""
+        parts = self._item_keys(start, end)
+        return b"".join(parts) if len(parts) > 1 else b""
+
+    def _item_keys(self, start: int, end: int) -> list[bytes]:
         parts: list[bytes] = []
         for key, rows in self._spans:
             first = bisect_left(rows, start)
             if first < len(rows) and rows[first] < end:
                 parts.append(key + first.to_bytes(4, "little") + (rows[first] - start).to_bytes(4, "little"))
-        if not self._plain:
-            generated = np.arange(max(start, self._length), end) + self._delta
-            positions = self._positions[:, start:end]
-            parts.append(np.concatenate((positions, np.tile(generated, (len(positions), 1))), axis=1).tobytes())
         return parts
 
 

@@ -247,6 +247,10 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 class _Widened(dict[str, Any]):
     """Weights of a module that does not run, each converted when another module reads it, as Mamba's do."""
 
+    def items(self) -> Any:
+        """One after the other: a model that asks for its own dtype looks at the first."""
+        return ((name, self[name]) for name in self)
+
     def __getitem__(self, name: str) -> Any:
         weight = super().__getitem__(name)
         if weight is None or weight.dtype not in _NARROW:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from omnistage.compat import prepare_torchvision
-from omnistage.core.errors import StageError, UnsupportedModalityError, UnsupportedModelError
+from omnistage.core.errors import LimitExceededError, StageError, UnsupportedModalityError, UnsupportedModelError
 from omnistage.core.family import LoadContext
 from omnistage.core.types import ARInput, MediaSpan, Modality, RequestInfo
 from omnistage.engines.ar.component import ARComponent
@@ -56,6 +56,8 @@ class MultimodalLM(CausalLM):
         """Kinds of media that the processor takes and that would not be answered exactly, with the reason."""
         self.both_ways_ids: frozenset[int] = frozenset()
         """Token ids of media that attend to later tokens of their run; known once media were tried."""
+        self.both_ways_limit = float("inf")
+        """Tokens of the longest run of which that is known."""
         self._capture = DecoderCapture(model, self.decoder)
         self._rope = next((module for module in model.modules() if hasattr(module, "get_rope_index")), None)
         vision = getattr(model.config, "vision_config", None)
@@ -110,6 +112,13 @@ class MultimodalLM(CausalLM):
         for place in places:
             first = ranges.pop()[0] if ranges and ranges[-1][1] == place else place
             ranges.append((first, place + 1))
+        longest = max((end - start for start, end in ranges), default=0)
+        if longest > self.both_ways_limit:
+            raise LimitExceededError(
+                f"{longest} tokens of media in a row attend to each other, and only up to {self.both_ways_limit} were "
+                "compared with transformers at load; send smaller media, or put text between them",
+                param="messages",
+            )
         return tuple(ranges)
 
     def shard(self, group: RankGroup, device: torch.device) -> None:

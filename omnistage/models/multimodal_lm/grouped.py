@@ -24,6 +24,7 @@ from omnistage.models.causal_lm.own_cache import GeneratedSequence, Prompt
 from omnistage.models.causal_lm.own_model import MODEL_ERRORS, NEW_TOKENS, Generated, Inputs, difference, generated
 from omnistage.models.causal_lm.pooled_cache import counts_in_cache
 from omnistage.models.causal_lm.pooled_sequence import CachePlan, PooledSequence, advance, plan_cache, planned_cache
+from omnistage.models.causal_lm.probe import in_float32
 from omnistage.models.multimodal_lm.own_cache import OwnCacheMultimodalLM
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class GroupedMultimodalLM(OwnCacheMultimodalLM):
                 held_bytes=self._plan.held_bytes,
             )
             if samples:
-                self.spec = replace(self.spec, padded_groups=self._check(samples))
+                self.spec = replace(self.spec, padded_groups=self._check_precisely(samples))
         except torch.OutOfMemoryError:
             raise
         except MODEL_ERRORS as error:
@@ -122,6 +123,19 @@ class GroupedMultimodalLM(OwnCacheMultimodalLM):
     def _plan_of(self, ids: torch.Tensor, inputs: Inputs) -> CachePlan:
         return plan_cache(GeneratedSequence(self.model, inputs), ids, type(self.model).__name__)
 
+    def _check_precisely(self, prompts: Sequence[Prompt]) -> bool:
+        """In float32 where the model runs in it: rounding hides what is wrong in narrower dtypes."""
+        if self.dtype != torch.float32 and getattr(self.model.config, "quantization_config", None) is None:
+            dtype, self.dtype = self.dtype, torch.float32
+            try:
+                with in_float32(self.model):
+                    return self._check([(ids, _widened(inputs)) for ids, inputs in prompts])
+            except (RuntimeError, TypeError):  # kernels for one dtype, a tower that narrows its input, no memory
+                logger.debug("%s cannot be compared in float32", type(self.model).__name__, exc_info=True)
+            finally:
+                self.dtype = dtype
+        return self._check(prompts)
+
     @torch.inference_mode()
     def _check(self, prompts: Sequence[Prompt]) -> bool:
         """Compare what will be served with `generate`; whether groups may be padded."""
@@ -160,3 +174,7 @@ class GroupedMultimodalLM(OwnCacheMultimodalLM):
                 steps[i] += 1
                 worst = max(worst, difference(row, expected[i][1][steps[i]]))
         return worst
+
+
+def _widened(inputs: Inputs) -> dict[str, torch.Tensor]:
+    return {name: value.float() if value.is_floating_point() else value for name, value in inputs.items()}

@@ -106,8 +106,10 @@ class OwnCacheMultimodalLM(OwnCacheLM):
         name = f"{type(self.model).__name__} with {kind} input"
         try:
             prompt, other = (self._prompt(processor, kind, changed=changed) for changed in (False, True))
+            if not prompt[1]:
+                raise UnsupportedModelError(f"{name}: the model takes nothing of what its processor gives for it")
             logits, others = (generated(self.model, *each)[1] for each in (prompt, other))
-        except torch.OutOfMemoryError:
+        except (UnsupportedModelError, torch.OutOfMemoryError):
             raise
         except (OmniError, *MODEL_ERRORS) as error:
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -19,7 +19,7 @@ from omnistage.engines.ar.attention.recording import record_attention
 from omnistage.engines.ar.attention.sdpa import SdpaBackend
 from omnistage.engines.ar.recurrent import StatePool, StateStep
 from omnistage.models.causal_lm.own_model import difference
-from omnistage.models.causal_lm.probe import rounded_tolerance
+from omnistage.models.causal_lm.probe import in_float32, rounded_tolerance
 from omnistage.models.loading import use_paged_attention
 from omnistage.models.multimodal_lm.capture import DecoderInputs, DependentItemsError
 from omnistage.models.multimodal_lm.component import MultimodalLM
@@ -46,8 +46,13 @@ def check_media(component: MultimodalLM, processor: MultimodalProcessor) -> dict
         except UnsupportedModelError as error:
             refused[kind] = error
     if len(refused) == len(kinds):
-        raise refused[kinds[0]]
+        raise min(refused.values(), key=_rank)
     return refused
+
+
+def _rank(error: UnsupportedModelError) -> int:
+    """The lower, the more it says of what is served, and the sooner there is another way."""
+    return 0 if isinstance(error, DependentItemsError) else 1 + (STOCK_FAILURE in error.message)
 
 
 def _check_kind(component: MultimodalLM, processor: MultimodalProcessor, kind: Modality) -> None:
@@ -74,6 +79,28 @@ def _check_kind(component: MultimodalLM, processor: MultimodalProcessor, kind: M
         raise UnsupportedModelError(
             f"{name} gives other logits on the paged engine than in transformers (by {worst:.1e} of their range)"
             + _others(expected)
+        )
+    if component.dtype != torch.float32:
+        _check_in_float32(name, component, inputs, ours)
+
+
+def _check_in_float32(name: str, component: MultimodalLM, inputs: dict[str, torch.Tensor], payload: ARInput) -> None:
+    """What rounding hides in narrower dtypes, where the model runs in float32 at all."""
+    if getattr(component.model.config, "quantization_config", None) is not None:
+        return
+    dtype, component.dtype = component.dtype, torch.float32
+    try:
+        with in_float32(component.model):
+            logits = _stock(name, component, inputs)[1]
+            got = _paged_logits(component, payload, *_rows(component, payload))
+    except _FORWARD_ERRORS:  # kernels for one dtype, a tower that narrows its input, no memory
+        return
+    finally:
+        component.dtype = dtype
+    if (worst := difference(got, logits)) >= rounded_tolerance(_TOLERANCE):
+        raise UnsupportedModelError(
+            f"{name} gives other logits on the paged engine than in transformers (by {worst:.1e} of their range in "
+            "float32)"
         )
 
 
@@ -126,14 +153,19 @@ def _stock(
         raise UnsupportedModelError(f"{name}: {STOCK_FAILURE} ({reason[:200]})") from error
     finally:
         use_paged_attention(decoder)
-    found = {call.both_ways for call in calls if call.both_ways}
-    if len(found) > 1:
+    ranges = {call.both_ways for call in calls if call.both_ways}
+    if len(ranges) > 1:
         raise UnsupportedModelError(f"{name}: other tokens attend both ways in one layer than in another")
+    if ranges and component.spec.states:
+        raise UnsupportedModelError(f"{name}: its tokens attend both ways beside recurrent layers")
     for call in calls:
         # Once for any kind of media: a module that looks ahead in none of its ranges sees none.
         ahead = bool(call.both_ways) or getattr(call.module, "paged_ahead", False)
         setattr(call.module, "paged_ahead", ahead)  # noqa: B010  (torch types attributes as tensors)
-    return expected, logits, next(iter(found), ())
+        if call.window and call.both_ways and max(end - start for start, end in call.both_ways) <= call.window:
+            # Whether the window cuts a longer range is not seen here: Gemma's does, that of transformers' default not.
+            component.both_ways_limit = min(component.both_ways_limit, call.window)
+    return expected, logits, next(iter(ranges), ())
 
 
 @torch.inference_mode()

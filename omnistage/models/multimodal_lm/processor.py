@@ -333,7 +333,9 @@ class MultimodalProcessor(ChatProcessor):
         if not self._with_rows:
             return ARInput(ids, media=(replace(spans[0], inputs=inputs), *spans[1:]))
         first = replace(spans[0], inputs={"input_ids": torch.tensor([ids]), **inputs}, positions=torch.arange(len(ids)))
-        return ARInput(ids, media=(first, *spans[1:]), context=inputs)
+        # What positions are computed from, not the pictures themselves: they go to the stage once.
+        context = {name: value for name, value in inputs.items() if value.numel() <= 4 * len(ids)}
+        return ARInput(ids, media=(first, *spans[1:]), context=context)
 
     def _spliced(self, items: Sequence[MediaItem], pieces: Sequence[str], guarded: GuardedText) -> ARInput:
         text = pieces[0] + "".join(item.text + piece for item, piece in zip(items, pieces[1:], strict=True))

@@ -174,27 +174,27 @@ class Talker(DecoderComponent):
         roles = np.where(ids == whole.im_start_token_id, np.arange(len(ids)), -1)
         roles = ids[np.minimum(np.maximum.accumulate(roles), len(ids) - 2) + 1]
         roles[: starts[0]] = -1
-        user_starts = np.flatnonzero((roles == whole.user_token_id) & (np.arange(len(ids)) < begin[0]))
+        user_places = np.flatnonzero((roles == whole.user_token_id) & (np.arange(len(ids)) < begin[0]))
         thinker = whole.thinker_config
         placeholders = (thinker.audio_token_id, thinker.image_token_id, thinker.video_token_id)
         media = np.isin(ids, placeholders)
         with torch.inference_mode():
             rows = payload.embeds.to(self.device, self.dtype)
-            audio_rows = upload(user_starts, self.device)
+            where = upload(user_places, self.device)
             user = torch.where(
-                upload(media[user_starts], self.device)[:, None],
-                self.model.hidden_projection(rows[audio_rows]),
-                self.model.text_projection(rows[audio_rows]),
+                upload(media[user_places], self.device)[:, None],
+                self.model.hidden_projection(rows[where]),
+                self.model.text_projection(rows[where]),
             )
             reply = rows[int(begin[0]) :]
             embeds = torch.cat((user, self._opening(reply, speaker)))
             later = reply[_HEADER + 1 :].clone()
             if payload.side_rows is not None:
                 later = torch.cat((later, payload.side_rows.to(self.device, self.dtype)))
-        text_ids = (*ids[user_starts].tolist(), *(whole.tts_pad_token_id,) * (len(embeds) - len(user_starts)))
+        text_ids = (*ids[user_places].tolist(), *(whole.tts_pad_token_id,) * (len(embeds) - len(user_places)))
         # A picture outside of what users said has no row here, and the rule would take its size for another's.
         prepared = payload
-        if media.sum() == media[user_starts].sum():
+        if media.sum() == media[user_places].sum():
             # The reference leaves use_audio_in_video out, for the talker.
             prepared = with_positions(self.model, payload, text_ids, use_audio_in_video=False)
         token_ids = (self.model.config.codec_pad_id,) * len(text_ids)
