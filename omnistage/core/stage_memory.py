@@ -18,7 +18,7 @@ class StageMemory:
     media: int = 0
     """What encoding media takes more than that; it never runs beside a step."""
     graphs: int = 0
-    """CUDA graphs: static buffers, outputs that are kept, and what the driver takes."""
+    """CUDA graphs: static buffers, outputs that are kept, what the driver takes. On the CPU TorchScript programs."""
     caches: int = 0
 
     @property

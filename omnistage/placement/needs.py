@@ -196,8 +196,10 @@ class NeedsReader:
             from omnistage.engines.ar.sharding import RankGroup
 
             component.shard(RankGroup(0, stage.tensor_parallel), component.device)
-            budget = budget.model_copy(update={"cuda_graphs": False})
+            budget = budget.model_copy(update={"cuda_graphs": False, "torchscript": False})
         adapters = self._adapters(where[0], component.dtype.itemsize, (component.decoder,))
+        if takes_adapters(self._model.config.deployment, where[0]):  # layers with adapters are not traced
+            budget = budget.model_copy(update={"torchscript": False})
         needs = ar_needs(component, budget, cuda=cuda)  # merges layers, each of which has its own adapters
         if self._model.hf_config.get("quantization_config") is not None:
             # Quantised numbers lie packed in their files as in memory; the modules without weights do not know.

@@ -95,6 +95,23 @@ def test_a_step_is_planned_from_two_layers_of_each_kind_and_takes_as_much(
     assert len(runs) == 3 * 2 + 3 * 9
 
 
+def test_programs_of_decode_steps_on_the_cpu_are_counted(tmp_path: Path) -> None:
+    tiny = REGISTRY.family("causal_lm").tiny
+    assert tiny is not None
+    tiny(tmp_path, seed=0)
+    resolved = resolve(OmniEngineArgs(model=str(tmp_path), device="cpu"), registry=REGISTRY)
+    stage = resolved.config.pipeline.stages["thinker"]
+    assert isinstance(stage, ARStageConfig)
+    planned = component.load(LoadContext(resolved.model, "thinker", stage, META, torch.float32))
+    off = stage.budget.model_copy(update={"torchscript": False})
+    graphs = {
+        each.torchscript: ar_memory.ar_needs(planned, each, cuda=False).memory.graphs for each in (stage.budget, off)
+    }
+    assert graphs == {True: planned.spec.num_layers * 4 * 2**20, False: 0}
+    planned.pure_forward = False  # not traced
+    assert ar_memory.ar_needs(planned, stage.budget, cuda=False).memory.graphs == 0
+
+
 def test_headers_give_the_sizes_of_weights(tmp_path: Path) -> None:
     (tmp_path / "unet").mkdir()
     tensors = {"a": torch.zeros(3, 5, dtype=torch.float32), "b": torch.zeros(7, dtype=torch.int64)}

@@ -32,6 +32,7 @@ from omnistage.engines.ar.graphs import graph_shapes
 from omnistage.engines.ar.group import Group
 from omnistage.engines.ar.packed_linear import merge_as_planned, packed_copies, packs
 from omnistage.engines.ar.scheduler import MIN_UNCUT_TOKENS
+from omnistage.engines.ar.torchscript import may_script, program_bytes
 from omnistage.engines.peak_memory import META, peak_bytes, weight_bytes
 from omnistage.engines.quantisation.experts import expansion_bytes
 
@@ -208,10 +209,14 @@ def ar_needs(component: ARComponent, budget: ARBudget, *, cuda: bool) -> ARNeeds
     experts = max((expansion_bytes(module) for module in component.modules), default=0) if cuda else 0
     copies = packed_copies(component) if not cuda and packs(component, budget) else 0
     merge_as_planned(component, budget, cuda=cuda)
+    if cuda:
+        programs = _graph_bytes(component, budget, max_length) + experts if budget.cuda_graphs else 0
+    else:
+        programs = program_bytes(component) if may_script(component, budget) else 0
     memory = StageMemory(
         weights=weight_bytes(component.modules) + copies,
         activations=_step_bytes(component, max_length if whole else budget.max_batch_tokens, rows) + experts,
-        graphs=_graph_bytes(component, budget, max_length) + experts if cuda and budget.cuda_graphs else 0,
+        graphs=programs,
         caches=(budget.encoder_cache if media and not whole else 0)
         + (component.spec.state_bytes + component.spec.held_bytes) * budget.max_running
         + (0 if own is None else own.fixed_bytes * budget.max_running),

@@ -47,6 +47,8 @@ _READS_NUMBERS = frozenset(
     | {"_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount"}
 )
 """Operators by which Python, or a shape, comes to depend on the numbers in a tensor."""
+_LAYER_BYTES = 4 << 20
+"""Of both programs for each layer, whatever its width: 3 to 5 MiB, by its operators and the depth of the stack."""
 _BLOCK_SIZE, _BLOCKS = 4, 12
 """Of the caches that programs are traced and compared with."""
 _LENGTHS = {False: ((5,), (14,), (6,)), True: ((7, 4), (3, 15, 9), (11,))}
@@ -58,13 +60,23 @@ _TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
 """Of the largest number of a comparison; the kernels are the same, so that usually all numbers are."""
 
 
-def scripts(component: ARComponent, budget: ARBudget, backend: AttentionBackend) -> bool:
-    """Whether decode steps of a stage may run as TorchScript; adapters, which come and go, are not looked at here."""
+def may_script(component: ARComponent, budget: ARBudget) -> bool:
+    """Whether decode steps of a stage on the CPU may run as TorchScript; adapters and ranks are not looked at here."""
     spec = component.spec
     alone = spec.own_state is not None or spec.grouped or bool(spec.states)
-    plain = spec.plain_attention and isinstance(backend, SdpaBackend) and budget.kv_dtype == "auto"
-    traceable = component.pure_forward and component.device.type == "cpu" and component.dtype in _TOLERANCE
+    plain = spec.plain_attention and budget.kv_dtype == "auto"
+    traceable = component.pure_forward and component.dtype in _TOLERANCE
     return budget.torchscript and traceable and plain and not alone and budget.compile is not True
+
+
+def scripts(component: ARComponent, budget: ARBudget, backend: AttentionBackend) -> bool:
+    """Whether decode steps of a stage run as TorchScript where they can be traced."""
+    return may_script(component, budget) and component.device.type == "cpu" and isinstance(backend, SdpaBackend)
+
+
+def program_bytes(component: ARComponent) -> int:
+    """Host memory of a component's programs, which hold no weights: lists of operators, and where each was noted."""
+    return _LAYER_BYTES * component.spec.num_layers
 
 
 @dataclass(slots=True)
@@ -226,7 +238,11 @@ class DecodeScripts:
     ) -> torch.Tensor | None:
         """Hidden states `[B, H]` of a step with one token of each sequence; None: it is for the plain path."""
         rows = len(embeds)
-        if rows != len(layout.query_lengths) or (self._max_rows is not None and rows > self._max_rows):
+        if (
+            not self._programs
+            or rows != len(layout.query_lengths)
+            or (self._max_rows is not None and rows > self._max_rows)
+        ):
             return None
         plan = self._backend.plan(layout, embeds.device)
         if not isinstance(plan, SdpaPlan) or plan.single_slots is None:
