@@ -67,7 +67,7 @@ class LaunchedStep:
     plan: SchedulerOutput
     result: RunnerOutput
     """What of it is known already."""
-    done: Download | None = None
+    mark: Download | None = None
     """Set where nothing is sampled."""
     tokens: PendingTokens | None = None
     codes: Download | None = None
@@ -249,7 +249,7 @@ class Runner:
                     index = upload(np.array(on_time, dtype=np.int64), logits.device)
                     logits, hidden = logits[index], None if hidden is None else hidden[index]
             if logits is None or not keys:
-                step.done = self._stream.mark()
+                step.mark = self._stream.mark()
                 return step
             numbers = self._residual_numbers(keys) if codes is None and self.predictor is not None else None
             step.tokens = self.sampler.launch(logits, keys, ids)
@@ -296,8 +296,8 @@ class Runner:
     def read(self, step: LaunchedStep) -> RunnerOutput:
         """What a step gave, once it is there. Steps are read in the order in which they were launched."""
         result = step.result
-        if step.done is not None:
-            step.done.wait()
+        if step.mark is not None:
+            step.mark.wait()
         if step.tokens is not None:
             results = step.tokens.results  # known already where they were sampled on the host
             if results is None:

@@ -49,7 +49,7 @@ from omnistage.engines.streams import FED_PRIORITY, PRIORITY
 
 MAX_LOGPROBS = 2**19
 """Log probabilities of one request, over all tokens of all answers: 25,000 tokens with the 20 most likely ones each."""
-_HELD_WAIT_SECONDS = 0.002
+_MASK_WAIT_SECONDS = 0.002
 """Where only held answers are left, a step waits so long for a mask; stages may share a thread, so it is short."""
 
 
@@ -112,7 +112,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         self._serial = 0
         self._answers: dict[str, Answer] = {}
         self._requests: dict[str, list[str]] = {}
-        self._held: dict[str, GrammarState] = {}
+        self._waiting: dict[str, GrammarState] = {}
         """Answers that wait for the mask of their grammar: left out of the batch, like starved ones."""
         self._late_masks = 0
 
@@ -270,17 +270,17 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         self.scheduler.remove(key)
         self.runner.remove(key)
         self._answers.pop(key, None)
-        self._held.pop(key, None)
+        self._waiting.pop(key, None)
 
     # ------------------------------------------------------------------------------------------- stepping
 
     def has_work(self) -> bool:
-        return self._launched is not None or self.scheduler.has_work() or bool(self._held)
+        return self._launched is not None or self.scheduler.has_work() or bool(self._waiting)
 
     def step(self) -> list[StageChunk]:
         """Launch a step, and read one: the same, or where it runs ahead the one that was launched before it."""
-        chunks = self._check_held() if self._held else []
-        self.only_waited = bool(self._held) and self._launched is None and not self.scheduler.has_work()
+        chunks = self._check_waiting() if self._waiting else []
+        self.only_waited = bool(self._waiting) and self._launched is None and not self.scheduler.has_work()
         earlier, self._launched = self._launched, None
         if self.scheduler.has_work():
             plan = self.scheduler.schedule()
@@ -333,17 +333,17 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         self._late_masks += len(result.late)
         for key in (*result.late, *result.slow):
             if key in self._answers:  # else it has just ended
-                self._held[key] = self.runner.sampler.constrained[key]
+                self._waiting[key] = self.runner.sampler.constrained[key]
                 self.scheduler.hold(key)
 
-    def _check_held(self) -> list[StageChunk]:
+    def _check_waiting(self) -> list[StageChunk]:
         """Let those go on whose masks have come, and end those whose masks take too long."""
         if self._launched is None and not self.scheduler.has_work():
-            await_any(self._held.values(), _HELD_WAIT_SECONDS)
+            await_any(self._waiting.values(), _MASK_WAIT_SECONDS)
         chunks = []
-        for key, grammar in list(self._held.items()):
+        for key, grammar in list(self._waiting.items()):
             if grammar.ready:
-                del self._held[key]
+                del self._waiting[key]
                 self.scheduler.release(key)
             elif (error := grammar.overdue()) is not None:
                 chunks.append(self._end(key, FinishReason.ERROR, error=error))
@@ -440,7 +440,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
                 "encoder_cache_bytes": self.runner.encoder_cache.bytes,
                 "encoder_cache_hits": self.runner.encoder_cache.hits,
                 "encoder_cache_misses": self.runner.encoder_cache.misses,
-                "masks_awaited": len(self._held),
+                "masks_awaited": len(self._waiting),
                 "masks_late": self._late_masks,
             },
         )

@@ -39,15 +39,15 @@ def check_media(component: MultimodalLM, processor: MultimodalProcessor) -> dict
     Raises where there is no other kind.
     """
     kinds = sorted(processor.input_modalities - {Modality.TEXT})
-    refused: dict[Modality, UnsupportedModelError] = {}
+    refusals: dict[Modality, UnsupportedModelError] = {}
     for kind in kinds:
         try:
             _check_kind(component, processor, kind)
         except UnsupportedModelError as error:
-            refused[kind] = error
-    if len(refused) == len(kinds):
-        raise refused[kinds[0]]
-    return refused
+            refusals[kind] = error
+    if len(refusals) == len(kinds):
+        raise refusals[kinds[0]]
+    return refusals
 
 
 def _check_kind(component: MultimodalLM, processor: MultimodalProcessor, kind: Modality) -> None:
@@ -62,7 +62,7 @@ def _check_kind(component: MultimodalLM, processor: MultimodalProcessor, kind: M
         _compare(name, component, expected, ours, rows, deep)
         if ours.both_ways != ranges:
             raise UnsupportedModelError(f"{name}: other tokens than runs of those of media attend to later ones")
-        got = _paged_logits(component, ours, rows, deep)
+        ours_logits = _paged_logits(component, ours, rows, deep)
     except UnsupportedModelError:
         raise
     except torch.OutOfMemoryError:
@@ -70,7 +70,7 @@ def _check_kind(component: MultimodalLM, processor: MultimodalProcessor, kind: M
     except _FORWARD_ERRORS as error:
         detail = str(error) if isinstance(error, OmniError) else type(error).__name__
         raise UnsupportedModelError(f"{name} cannot be run as the engine does: {detail}") from error
-    if (worst := difference(got, logits)) >= _tolerance(component.dtype):
+    if (worst := difference(ours_logits, logits)) >= _tolerance(component.dtype):
         raise UnsupportedModelError(
             f"{name} gives other logits on the paged engine than in transformers (by {worst:.1e} of their range)"
             + _others(expected)
@@ -126,14 +126,14 @@ def _stock(
         raise UnsupportedModelError(f"{name}: {STOCK_FAILURE} ({reason[:200]})") from error
     finally:
         use_paged_attention(decoder)
-    found = {call.both_ways for call in calls if call.both_ways}
-    if len(found) > 1:
+    ranges = {call.both_ways for call in calls if call.both_ways}
+    if len(ranges) > 1:
         raise UnsupportedModelError(f"{name}: other tokens attend both ways in one layer than in another")
     for call in calls:
         # Once for any kind of media: a module that looks ahead in none of its ranges sees none.
         ahead = bool(call.both_ways) or getattr(call.module, "paged_ahead", False)
         setattr(call.module, "paged_ahead", ahead)  # noqa: B010  (torch types attributes as tensors)
-    return expected, logits, next(iter(found), ())
+    return expected, logits, next(iter(ranges), ())
 
 
 @torch.inference_mode()
@@ -171,10 +171,10 @@ def _compare(
 
 
 def _positions(component: MultimodalLM, payload: ARInput) -> torch.Tensor:
-    known = payload.positions
-    if known is None:
-        known = torch.arange(len(payload.token_ids))
-    return _at_least_2d(known).expand(component.spec.position_dims, -1)
+    positions = payload.positions
+    if positions is None:
+        positions = torch.arange(len(payload.token_ids))
+    return _at_least_2d(positions).expand(component.spec.position_dims, -1)
 
 
 def _expected_positions(component: MultimodalLM, expected: DecoderInputs, count: int) -> torch.Tensor:

@@ -55,7 +55,7 @@ class CohereRecognizer(SequenceRecognizer):
         return dict(self.processor(audio=list(clips), language=language, sampling_rate=SAMPLE_RATE))
 
     def transcribe(self, clips: Sequence[np.ndarray], options: TranscriptionOptions, **hooks: Any) -> list[Transcript]:
-        inputs = self.placed(self.inputs(clips, options))
+        inputs = self.to_device(self.inputs(clips, options))
         parts = inputs.pop("audio_chunk_index")
         rows = self.model.generate(**inputs, **hooks)
         language = options.language or _ENGLISH
