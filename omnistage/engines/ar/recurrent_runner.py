@@ -32,13 +32,13 @@ class _State:
 class RecurrentRunner(Runner):
     """A state holds all tokens so far and cannot go back: none is computed twice, and none is shared."""
 
-    def __init__(self, *args: Any, max_batch: int, **options: Any) -> None:
-        super().__init__(*args, max_batch=max_batch, **options)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        count, device = self.budget.max_running, self.component.device
         self._states: dict[str, _State] = {}
-        self._free = list(range(max_batch))[::-1]
-        device = self.component.device
+        self._free = list(range(count))[::-1]
         self._pool = StatePool(
-            self.component.recurrent_modules, max_batch, lambda shape, dtype: zeros(shape, device, dtype)
+            self.component.recurrent_modules, count, lambda shape, dtype: zeros(shape, device, dtype)
         )
 
     def remove(self, key: str) -> None:
@@ -93,7 +93,7 @@ class RecurrentRunner(Runner):
         states = [self._states[item.key] for item in batch]
         for state, item in zip(states, batch, strict=True):
             if item.start != state.length:
-                raise InternalError(f"sequence {item.key!r} goes on from {item.start}, its state from {state.length}")
+                raise InternalError(f"sequence {item.key!r} continues at {item.start}, its state at {state.length}")
             state.length += item.count
         layout = BatchLayout(
             np.array([item.count for item in batch], dtype=np.int32),

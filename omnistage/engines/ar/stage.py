@@ -70,7 +70,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         num_blocks = plan_blocks(component, budget, max_length)
         self.max_length = min(max_length, num_blocks * budget.block_size)
         limit = "kv_memory" if self.max_length < max_length else "max_model_len"
-        self._advice = f" or raise {name}.budget.{limit}" if self.max_length < component.spec.max_length else ""
+        self._hint = f" or raise {name}.budget.{limit}" if self.max_length < component.spec.max_length else ""
         """What would make room for longer sequences; nothing where the model itself takes no longer ones."""
         pool = BlockPool(num_blocks, budget.block_size, prefix_caching=budget.prefix_caching)
         self.scheduler = Scheduler(
@@ -94,17 +94,13 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             component,
             backend,
             self.stream,
+            budget,
             num_blocks=num_blocks,
-            block_size=budget.block_size,
             max_length=self.max_length,
-            max_batch=budget.max_running,
             run_ahead=self._run_ahead,
-            sample_in_graph=budget.sample_in_graph,
-            encoder_cache_bytes=budget.encoder_cache,
-            graph_batch_sizes=graph_sizes,
-            graph_prefill_tokens=budget.graph_prefill_tokens,
-            adapters=layers,
             kv_dtype=kv_dtype,
+            graph_batch_sizes=graph_sizes,
+            adapters=layers,
             torchscript=layers is None and scripts(component, budget, backend),
         )
         self._launched: LaunchedStep | None = None
@@ -157,7 +153,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         if length >= self.max_length:
             raise PromptTooLongError(
                 f"the prompt has {length} tokens; stage {self.name!r} holds {self.max_length} with at least one for "
-                f"the answer: shorten it{self._advice}",
+                f"the answer: shorten it{self._hint}",
                 param="prompt",
             )
         longest = max((end - start for start, end in payload.both_ways), default=0)
@@ -169,7 +165,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         if payload.num_tokens is not None and length + payload.num_tokens > self.max_length:
             raise CapacityError(
                 f"{payload.num_tokens} tokens are needed after the prompt's {length}, and stage {self.name!r} holds "
-                f"{self.max_length}: choose a smaller picture{self._advice}"
+                f"{self.max_length}: choose a smaller picture{self._hint}"
             )
         if self.max_length - length < params.min_tokens:
             raise CapacityError(
@@ -290,8 +286,9 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             if plan.batch or plan.preempted:
                 try:
                     self._launched = self.runner.launch(plan)
-                    if self._launched.result.failed:
-                        chunks += self._end_failed(self._launched.result)
+                    # Those that never ran, like those whose media cannot be encoded.
+                    for key, error in self._launched.result.failed.items():
+                        chunks.append(self._end(key, FinishReason.ERROR, error=error))
                 except BaseException as error:  # the boundary of a step: its requests end, the stage goes on
                     if earlier is not None:  # some of them may have ended there
                         chunks += self._read(earlier)
@@ -302,10 +299,6 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         if earlier is not None:
             chunks += self._read(earlier)
         return chunks
-
-    def _end_failed(self, result: RunnerOutput) -> list[StageChunk]:
-        """End those that never ran, like those whose media cannot be encoded."""
-        return [self._end(key, FinishReason.ERROR, error=error) for key, error in result.failed.items()]
 
     def _read(self, step: LaunchedStep) -> list[StageChunk]:
         """Account for what a step gave."""
