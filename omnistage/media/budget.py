@@ -186,7 +186,7 @@ class MediaBudget:
 class MediaHold:
     """The bytes of one request's media. They are given back when the last reference to it is gone, or by `close`.
 
-    Whoever keeps decoded media or their features keeps it beside them. Used by one thread at a time.
+    Keep a reference to it beside decoded media or their features. Used by one thread at a time.
     """
 
     def __init__(self, budget: MediaBudget | None, owner: str | None) -> None:

@@ -59,7 +59,7 @@ class CodecRequest:
     ready_at: float = INF
     """Since when its next window could run."""
     pace: Pace = field(default_factory=Pace)
-    company: int = 0
+    batch_windows: int = 0
     """Windows in the last batch that had one of its own."""
     others: float = 0.0
     """Seconds of batches without it since its first code."""

@@ -2,7 +2,7 @@
 
 A request is a growing list of codes and a counter of those that are done. Where an utterance is cut is a function of
 the place in it and of nothing else: a window's size changes its samples a little (what lies further ahead than its
-look-ahead is not seen), and no listener shall hear who else is served. So the clock chooses the order of the windows,
+look-ahead is not seen), and no audio may depend on who else is served. So the clock chooses the order of the windows,
 what shares a forward, and when the first sound goes out; never what a window holds.
 """
 
@@ -145,7 +145,7 @@ class CodecScheduler:
             mine = {window.request_id for window in output.windows}
             for request in self._requests.values():
                 if request.request_id in mine:
-                    request.company = len(mine)
+                    request.batch_windows = len(mine)
                 elif request.codes:
                     request.others += min(seconds_taken, now - request.first_code)
                     request.others_count += 1
@@ -317,14 +317,14 @@ class CodecScheduler:
         ready = others * request.others / max(request.others_count, 1)  # another batch may run when a window is ready
         played, num_done, num_codes = request.unsent_seconds, request.num_decoded, float(len(request.codes))
         beginners = sum(r.streaming and bool(r.codes) and r.dry_at is None for r in self._requests.values())
-        company = min(max(request.company, beginners), listeners)
+        windows = min(max(request.batch_windows, beginners), listeners)
         for index in range(request.windows, request.windows + 3):
             if request.final and num_done >= len(request.codes):
                 break
             size = self.chunk_blocks(index)
             num_done += size * layout.block_codes
             missing = 0.0 if request.final else max(0.0, num_done + self.lookahead - num_codes)
-            seconds = self._seconds_of(company, size)
+            seconds = self._seconds_of(windows, size)
             ready += pace.wait(missing, others) + seconds
             num_codes += missing + seconds * pace.beside
             if ready > _SAFETY * played:

@@ -208,9 +208,9 @@ class DenoiseStage(BatchedStage[Condition, DiffusionParams]):
             return
         fits = self._fitting(width, height, num_frames)
         frames = f" with {num_frames} frames" if num_frames > 1 else ""
-        advice = f"about {fits} would fit, or raise" if fits else "request less, or raise"
+        hint = f"about {fits} would fit, or raise" if fits else "request less, or raise"
         raise CapacityError(
-            f"{width}x{height}{frames} is {tokens} latent patches, over the budget of {limit}; {advice} "
+            f"{width}x{height}{frames} is {tokens} latent patches, over the budget of {limit}; {hint} "
             f"{self.name}.max_batch_tokens",
             param="width",
         )

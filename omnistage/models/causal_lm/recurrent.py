@@ -144,7 +144,9 @@ def _states_of(call: _Call, layer: int, watched: _WatchedCache, dtype: torch.dty
             stepwise = stepwise or _differ(run(head, tail)[0], whole)
             uneven = uneven or _differ(run(head, *tail.split(1, dim=1))[0], whole)
     if stepwise and uneven:
-        raise UnsupportedModelError(f"{name} goes on from a state neither by several tokens nor by single ones")
+        raise UnsupportedModelError(
+            f"{name} computes other numbers when it continues from its state, by several tokens and by single ones"
+        )
     return LayerStates(shapes, argument, layer, stepwise=stepwise, uneven=uneven)
 
 

@@ -24,7 +24,7 @@ class MoonshineStreamingRecognizer(SequenceRecognizer):
 
 
 class CanaryRecognizer(SequenceRecognizer):
-    """Hears one language and writes the same, or English."""
+    """Transcribes one language, or translates it into English."""
 
     def inputs(self, clips: Sequence[np.ndarray], options: TranscriptionOptions) -> dict[str, Any]:
         language = options.language or _ENGLISH
@@ -47,7 +47,7 @@ class CohereRecognizer(SequenceRecognizer):
         extractor = self.processor.feature_extractor
         whole = extractor.max_audio_clip_s - extractor.overlap_chunk_second
         cut = len(clip.samples) > whole * SAMPLE_RATE
-        # Where clips are cut depends on what is heard, and parts are padded to the longest.
+        # Where clips are cut depends on the audio, and parts are padded to the longest.
         return super().group(job), job.info.request_id if cut else None
 
     def inputs(self, clips: Sequence[np.ndarray], options: TranscriptionOptions) -> dict[str, Any]:

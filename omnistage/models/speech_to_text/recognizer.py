@@ -316,7 +316,7 @@ class WhisperRecognizer(Recognizer):
         return self.processor.feature_extractor(clip, **options)
 
     def _features(self, clips: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each clip by itself, then padded: a clip's last frames do not depend on its company."""
+        """Each clip by itself, then padded: a clip's last frames do not depend on the other clips."""
         early = self._early.of(clips)
         rows = [one.input_features[0] for one in early]
         longest = max(row.shape[-1] for row in rows)
