@@ -95,7 +95,7 @@ def batch_of(
                 noise=noise(len(codes) * config.repeats, config.mel_dim),
                 cond=noise(1, config.enc_emb_dim).to(device),
                 reference=torch.cat((noise(1, config.enc_dim), torch.ones(1, 1)), dim=1).to(device),
-                left={
+                context={
                     kind: noise(intervals, count, layers, g, config.block_size, config.hidden_size).to(device)
                     for kind, (intervals, count, g) in kept.items()
                 }
@@ -113,7 +113,9 @@ def inputs(
     """What `velocity` takes."""
     config, device, layers, g = dit.config, dit.proj_out.weight.device, look_back_layers(dit), 1 + guided
     batch = batch_of(dit, windows, {guided: (1, 1, g)}, padded=padded, seed=seed)
-    (left,) = batch.left(guided, 1, torch.empty(0, 1, layers, g, config.block_size, config.hidden_size, device=device))
+    (left,) = batch.contexts(
+        guided, 1, torch.empty(0, 1, layers, g, config.block_size, config.hidden_size, device=device)
+    )
     left = left[:, 0].permute(1, 2, 0, 3, 4).flatten(1, 2).contiguous()
     times = modulation(dit, torch.tensor([0.3], device=device))
     scale = torch.full((int(guided),), 0.5, device=device)

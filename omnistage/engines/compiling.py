@@ -72,7 +72,7 @@ def import_compiler() -> None:
 def prepare_compiler() -> threading.Thread:
     """Import what compiles, and start its processes, in a thread: reading weights leaves the interpreter to it.
 
-    Whoever compiles meanwhile waits for it, and gets the error that is passed over here.
+    Compilation in other threads waits for it, and raises the error that is ignored here.
     """
     thread = threading.Thread(target=_prepare, name="compiler-imports", daemon=True)
     thread.start()
@@ -84,7 +84,7 @@ def _prepare() -> None:
         start_compile_workers()
         threading.Thread(target=_hash_triton, name="triton-key", daemon=True).start()
         import_compiler()
-    except Exception:  # a boundary: an import can raise anything, and does so again for whoever needs it
+    except Exception:  # a boundary: an import can raise anything, and does so again where it is needed
         return
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 _lock = threading.Lock()
-_held = 0
+_holders = 0
 _default = 1
 
 
@@ -23,18 +23,18 @@ def single_threaded() -> Iterator[int]:
     Gives the number of threads that torch had before. Several threads may be in here at a time: the number is what
     the first of them saw.
     """
-    global _held, _default
+    global _holders, _default
     with _lock:
-        if _held == 0:
+        if _holders == 0:
             _default = torch.get_num_threads()
-        _held += 1
+        _holders += 1
         default = _default
         torch.set_num_threads(1)
     try:
         yield default
     finally:
         with _lock:
-            _held -= 1
+            _holders -= 1
             torch.set_num_threads(default)
 
 
@@ -47,7 +47,7 @@ def set_threads(threads: int) -> None:
 def set_single_threaded() -> None:
     """Have torch compute in this thread only, from now on."""
     with _lock:
-        default = _default if _held else torch.get_num_threads()
+        default = _default if _holders else torch.get_num_threads()
         torch.set_num_threads(1)
         # It also set what new threads begin with; a thread that ends at once puts that back.
         restoring = threading.Thread(target=torch.set_num_threads, args=(default,))

@@ -73,14 +73,14 @@ class MediaBudget:
         self._first: _Account | None = None
         """The request in preparation that may use all that is left, until it is prepared or ends."""
         self._held_by_owner: Counter[object] = Counter()
-        self._held = 0
+        self._used_bytes = 0
         self._freed = 0
         """Since memory was last given back to the system; not what was reserved for decoding, in another process."""
 
     @property
-    def held(self) -> int:
+    def used_bytes(self) -> int:
         """Bytes that are reserved now."""
-        return self._held
+        return self._used_bytes
 
     @property
     def waiting(self) -> int:
@@ -125,13 +125,13 @@ class MediaBudget:
 
     def _fits(self, account: _Account, nbytes: int) -> bool:
         self._settle_dropped()
-        if self._may_grow(account) and self._held + nbytes <= self.max_bytes - self.max_request_bytes:
+        if self._may_grow(account) and self._used_bytes + nbytes <= self.max_bytes - self.max_request_bytes:
             return True
         # Only where memory is short does one get the rest: a request that took little would keep it from the others.
         if self._first is None:
             able = filter(self._may_grow, self._waiting)
             self._first = min(able, key=lambda waiting: waiting.number, default=None)
-        return account is self._first and self._held + nbytes <= self.max_bytes
+        return account is self._first and self._used_bytes + nbytes <= self.max_bytes
 
     def _may_grow(self, account: _Account) -> bool:
         return account.size > 0 or self._held_by_owner[account.owner] < self._max_owned
@@ -172,7 +172,7 @@ class MediaBudget:
 
     def _add(self, account: _Account, nbytes: int) -> None:
         account.size += nbytes
-        self._held += nbytes
+        self._used_bytes += nbytes
         self._held_by_owner[account.owner] += nbytes
         if not self._held_by_owner[account.owner]:
             del self._held_by_owner[account.owner]  # owners come and go
@@ -186,7 +186,7 @@ class MediaBudget:
 class MediaHold:
     """The bytes of one request's media. They are given back when the last reference to it is gone, or by `close`.
 
-    Whoever keeps decoded media or their features keeps it beside them. Used by one thread at a time.
+    Keep a reference to it beside decoded media or their features. Used by one thread at a time.
     """
 
     def __init__(self, budget: MediaBudget | None, owner: str | None) -> None:
@@ -201,7 +201,7 @@ class MediaHold:
         return self._account.size
 
     @property
-    def left(self) -> int | None:
+    def room(self) -> int | None:
         """How many more one request may hold; None: nothing is counted."""
         return None if self._budget is None else max(self._budget.max_request_bytes - self._account.size, 0)
 
@@ -251,7 +251,7 @@ class ItemBytes:
 
     def begin(self) -> int | None:
         """Reserve what suffices for most items; the largest that may be decoded with it. None: any."""
-        if (room := self._hold.left) is None:
+        if (room := self._hold.room) is None:
             return None
         nbytes = min(FREE_BYTES, room // _COPIES)
         self.need(nbytes)
@@ -264,7 +264,7 @@ class ItemBytes:
     @property
     def most(self) -> int:
         """How many bytes it may have at all."""
-        return self._size + (self._hold.left or 0)
+        return self._size + (self._hold.room or 0)
 
     def reserve(self, nbytes: int) -> None:
         """Have so many bytes in all."""

@@ -120,6 +120,11 @@ def special_ids(tokens: Sequence[str], vocab_size: int, real_vocab: int, first: 
     return {token: start + offset for offset, token in enumerate(tokens)}
 
 
+def following_ids(tokens: Sequence[str]) -> dict[str, int]:
+    """Special tokens whose ids follow the base vocabulary, the same at every size."""
+    return {token: BASE_VOCAB + offset for offset, token in enumerate(tokens)}
+
+
 def mrope(head_dim: int) -> dict[str, object]:
     """Qwen's rotary embedding: time, height and width share the head's half in the ratio 16 : 24 : 24."""
     section = [head_dim // 8, 3 * head_dim // 16, 3 * head_dim // 16]

@@ -110,8 +110,8 @@ class ChatTemplate:
     ) -> str:
         """The prompt of `turns`, whose content is guarded already; what else users wrote is guarded here.
 
-        Raises `PromptTooLongError` for text that cannot fit, else `InvalidRequestError` with what the template has
-        against them.
+        Raises `PromptTooLongError` for text that cannot fit, else `InvalidRequestError` with the template's own
+        reason.
         """
         try:
             offers = [_guarded(tool, guarded) for tool in tools]
@@ -287,7 +287,7 @@ def _guarded(value: Any, guarded: GuardedText) -> Any:
 
 
 def template_refusal(error: Exception) -> str:
-    """What to answer when a chat template did not come through."""
+    """The error message for a chat template that failed."""
     reason = str(error) or type(error).__name__
     return f"the chat template refuses these messages: {reason}"
 

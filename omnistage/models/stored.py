@@ -1,4 +1,4 @@
-"""Tensors in safetensors files that are read straight to a GPU, in the threads of whoever asks for them.
+"""Tensors in safetensors files that are read straight to a GPU, in the threads of the callers.
 
 A copy from a memory-mapped file to a GPU goes a page at a time through the driver's own small buffer: some 2 GB/s. Here
 each thread reads into a pinned buffer while the last one is copied, which is bound by the memory or the disk.

@@ -78,5 +78,7 @@ def _quantiser(model: Checkpoint, stage_cfg: ARStageConfig | DiffusionStageConfi
         raise ConfigError("this stage is not quantised", param="quantize")
     keep = registry.family(model.family).full_precision
     if isinstance(stage_cfg, DiffusionStageConfig):
-        return Quantiser(stage_cfg.quantize, diffusion=True, kept=keep)
-    return Quantiser(stage_cfg.quantize, diffusion=False, kept=keep, merge=stage_cfg.budget.merge_linears is not False)
+        return Quantiser(stage_cfg.quantize, diffusion=True, full_precision=keep)
+    return Quantiser(
+        stage_cfg.quantize, diffusion=False, full_precision=keep, merge=stage_cfg.budget.merge_linears is not False
+    )

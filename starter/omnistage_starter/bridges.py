@@ -27,7 +27,7 @@ TEXT_ROWS = 24
 """Rows of hidden states, the last ones of the last message and the template's end, that condition an image."""
 SUBJECT = "subject"
 """Key of a prompt's context: `int64 [2]`, from the first row of the last message to the end of the prompt."""
-SPOKEN = "spoken"
+VERBATIM = "verbatim"
 """Key of a prompt's context: UTF-8 bytes of a text to be spoken verbatim in place of the answer."""
 _EPSILON = 1e-6
 _ENDS = (FinishReason.STOP, FinishReason.LENGTH)
@@ -55,8 +55,8 @@ def think2speak(request: RequestInfo, state: object, chunk: StageChunk) -> Bridg
     if chunk.index or not isinstance(chunk.payload, TokenChunk):
         return speech, ()
     payload, text = chunk.payload, "" if speech.verbatim else chunk.payload.text
-    if payload.prompt is not None and SPOKEN in payload.prompt.context:
-        speech.verbatim, text = True, bytes(payload.prompt.context[SPOKEN].tolist()).decode()
+    if payload.prompt is not None and VERBATIM in payload.prompt.context:
+        speech.verbatim, text = True, bytes(payload.prompt.context[VERBATIM].tolist()).decode()
     speech.sentences, sentences = speech.sentences.push(text)
     finished = chunk.finish in _ENDS
     if finished:

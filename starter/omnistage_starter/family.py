@@ -3,66 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from omnistage.core.family import Family, InputProcessor, LoadContext
+from omnistage.core.family import ComponentFactory, Family
+from omnistage.models.lazy import lazy, lazy_factory
 from omnistage_starter.bridges import BRIDGES
 from omnistage_starter.bundle import StarterBundle
 
-if TYPE_CHECKING:
-    from omnistage.core.checkpoint import Checkpoint
-    from omnistage.core.verification import ModelRunner
-
 ARCHITECTURE = "OmnistageStarter"
 """The architecture in config.json of a starter's folder."""
+_PACKAGE = "omnistage_starter"
 
 
-def _hear(context: LoadContext) -> object:
-    from omnistage_starter.hear import load_hear
-
-    return load_hear(context)
-
-
-def _think(context: LoadContext) -> object:
-    from omnistage_starter.think import load_think
-
-    return load_think(context)
-
-
-def _speak(context: LoadContext) -> object:
-    from omnistage_starter.speak import load_speak
-
-    return load_speak(context)
-
-
-def _draw(context: LoadContext) -> object:
-    from omnistage_starter.draw import load_draw
-
-    return load_draw(context)
-
-
-def _paint(context: LoadContext) -> object:
-    from omnistage_starter.draw import load_paint
-
-    return load_paint(context)
-
-
-def _processor(model: Checkpoint) -> InputProcessor:
-    from omnistage_starter.processor import StarterProcessor
-
-    return StarterProcessor.load(model)
-
-
-def _tiny(folder: Path, **options: object) -> None:
-    from omnistage_starter import tiny
-
-    tiny.write(folder, **options)  # type: ignore[arg-type]
-
-
-def _verify(runner: ModelRunner, **options: object) -> object:
-    from omnistage_starter import verify
-
-    return verify.run(runner, **options)  # type: ignore[arg-type]
+def _loader(module: str, name: str) -> ComponentFactory:
+    return lazy_factory(module, name, _PACKAGE)
 
 
 FAMILY = Family(
@@ -70,16 +23,16 @@ FAMILY = Family(
     architectures=(ARCHITECTURE, "omnistage_starter"),
     pipeline=Path(__file__).with_name("pipeline.yaml"),
     components={
-        "starter.hear": _hear,
-        "starter.think": _think,
-        "starter.speak": _speak,
-        "starter.draw": _draw,
-        "starter.paint": _paint,
+        "starter.hear": _loader("hear", "load_hear"),
+        "starter.think": _loader("think", "load_think"),
+        "starter.speak": _loader("speak", "load_speak"),
+        "starter.draw": _loader("draw", "load_draw"),
+        "starter.paint": _loader("draw", "load_paint"),
     },
     bridges=BRIDGES,
     text_bridges=frozenset({"starter.hear2think", "starter.think2speak"}),
-    processor=_processor,
-    tiny=_tiny,
-    verify=_verify,
+    processor=lambda model: lazy("processor", "StarterProcessor.load", _PACKAGE)(model),
+    tiny=lazy("tiny", "write", _PACKAGE),
+    verify=lazy("verify", "run", _PACKAGE),
     bundle=StarterBundle(),
 )

@@ -30,7 +30,7 @@ from omnistage.engines.codec.module import UNFINISHED, Job, ModuleComponent, Mod
 from omnistage.media.hashing import content_key
 from omnistage.models.causal_lm.processor import CausalLMProcessor, load_tokenizer
 from omnistage.models.loading import positive, read_auto_config
-from omnistage_starter.bridges import SPOKEN, SUBJECT
+from omnistage_starter.bridges import SUBJECT, VERBATIM
 from omnistage_starter.image_description import ImageDescriber
 from omnistage_starter.speech_to_text import SAMPLE_RATE, SpeechToText, check_clip, join, split
 
@@ -132,7 +132,7 @@ class PromptBuilder:
 
     def read_aloud(self, text: str) -> ARInput:
         """The shortest prompt, with a text beside it that is spoken verbatim."""
-        return ARInput(self._user, context={SPOKEN: _encoded(text)}, num_tokens=1)
+        return ARInput(self._user, context={VERBATIM: _encoded(text)}, num_tokens=1)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones included."""
@@ -178,7 +178,7 @@ class Conversations:
 
     def read_aloud(self, text: str) -> ARInput:
         """Nothing to generate, with a text beside it that is spoken verbatim."""
-        return ARInput((0,), context={SPOKEN: _encoded(text)}, num_tokens=0)
+        return ARInput((0,), context={VERBATIM: _encoded(text)}, num_tokens=0)
 
 
 def prompts_of(model: Checkpoint) -> PromptBuilder | Conversations:

@@ -62,7 +62,7 @@ def solve(
 def tensors(solutions: Sequence[Solution]) -> list[Tensor]:
     found = []
     for solution in solutions:
-        found += [solution.mel, *([] if solution.kept is None else solution.kept.values())]
+        found += [solution.mel, *([] if solution.context is None else solution.context.values())]
     return found
 
 

@@ -157,12 +157,12 @@ def test_a_slot_is_given_back_at_the_end_and_by_an_abort() -> None:
     chunks = stage.step()
     runner = stage.runner
     assert isinstance(runner, RecurrentRunner)
-    assert len(runner._held) == 2
+    assert len(runner._states) == 2
     stage.abort("1")
-    assert len(runner._held) == 1
+    assert len(runner._states) == 1
     answers = tokens_of([*chunks, *stage.drain()], 4)
     assert answers[3] == reference(hybrid(), PROMPTS[3])
-    assert not runner._held
+    assert not runner._states
     assert sorted(runner._free) == [0, 1]
 
 
@@ -192,7 +192,7 @@ def test_a_preempted_sequence_begins_anew() -> None:
     expected = runner.read(runner.launch(first)).sampled["a"].token_id
     runner.launch(SchedulerOutput((), preempted=("a",)))
     assert isinstance(runner, RecurrentRunner)
-    assert not runner._held
+    assert not runner._states
     with torch.inference_mode():
         runner._rows["a"].sync_blocks([3, 4, 5], 8)
         logits = runner._forward([ScheduledSequence("a", 0, len(prompt), True, [3, 4, 5])]).logits

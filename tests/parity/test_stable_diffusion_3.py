@@ -229,7 +229,7 @@ def test_verify_finds_a_weight_that_is_changed_on_our_side(folder: Path, monkeyp
         return model
 
     monkeypatch.setattr(Parts, "load_model", changed)
-    rows = verify.run(OmniRunner(folder), cases=1)
+    rows = verify.Reference.run(OmniRunner(folder), cases=1)
     assert [row.quantity for row in rows if not row.ok] == ["latents", "pixels", "pixels, all at once"]
 
 

@@ -558,8 +558,8 @@ def test_what_a_window_keeps_takes_no_more_than_its_share() -> None:
     batch = BlockBatch(windows, 2, 2, torch.device("cpu"), padded=False)
     together = torch.randn(3, 9, 4, 2, 2, 4, 8)
     for i, solution in enumerate(batch.solutions(torch.zeros(3, 4, 5), {True: together})):
-        assert solution.kept is not None
-        share = solution.kept[True]
+        assert solution.context is not None
+        share = solution.context[True]
         assert torch.equal(share, together[i])
         assert share.untyped_storage().nbytes() == share.nbytes
 

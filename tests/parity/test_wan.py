@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import diffusers
 import numpy as np
@@ -28,7 +28,7 @@ from omnistage.models.wan import FAMILY, tiny, verify
 from omnistage.models.wan.components import Decoder, Denoiser, Encoder
 from omnistage.pipeline.build import load_component
 
-VARIANTS = get_args(tiny.Variant)
+VARIANTS = tiny.VARIANTS
 SMALL = {"width": 64, "height": 32, "num_frames": 5, "steps": 3, "seed": 1}
 
 
@@ -162,7 +162,7 @@ def test_another_scheduler(model: Callable[[str], Model], name: str, settings: d
 
 def test_verify_takes_more_pictures_with_every_case(model: Callable[[str], Model]) -> None:
     seen: list[str] = []
-    verify.run(OmniRunner(model("ti2v").folder), cases=2, seed=3, progress=lambda name, _: seen.append(name))
+    verify.Reference.run(OmniRunner(model("ti2v").folder), cases=2, seed=3, progress=lambda name, _: seen.append(name))
     assert [name.split(", ")[-1] for name in seen] == ["0 pictures 1", "1 pictures 2", "all at once"]
 
 

@@ -65,7 +65,7 @@ def server(models: dict[str, AsyncOmni], budget: MediaBudget) -> Iterator[Runnin
 
 
 def is_free(budget: MediaBudget) -> bool:
-    return not (budget.held or budget.waiting or HOLDER.use.counts["requests"])
+    return not (budget.used_bytes or budget.waiting or HOLDER.use.counts["requests"])
 
 
 @awaited
@@ -76,7 +76,7 @@ async def test_requests_wait_for_each_others_memory(server: Running, budget: Med
     async def watch() -> None:
         nonlocal highest
         while not over.is_set():
-            highest = max(highest, budget.held)
+            highest = max(highest, budget.used_bytes)
             await asyncio.sleep(0.001)
 
     body, url = chat(1200, 1200, 1200), f"{server.url}/v1/chat/completions"

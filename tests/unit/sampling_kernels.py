@@ -99,7 +99,7 @@ def test_the_tokens_and_counts_are_the_hosts(vocab: int, ties: bool, monkeypatch
         assert min(expected) >= 0
     for key in keys:
         own, reference = kernels._states[key], host._states[key]
-        for counts, counts_there in ((own.seen, reference.seen), (own.counts, reference.counts)):
+        for counts, counts_there in ((own.occurrences, reference.occurrences), (own.counts, reference.counts)):
             assert (counts is None) == (counts_there is None)
             assert counts is None or counts.tolist() == counts_there.tolist()
 
@@ -201,11 +201,11 @@ def test_grammars_mask_their_rows_alone() -> None:
 
 def test_nothing_is_sampled_or_counted_for_rows_that_are_not_active() -> None:
     state = RowState(REQUESTS["1"], stream=1)
-    state.seen = torch.zeros(40, dtype=torch.int32)
+    state.occurrences = torch.zeros(40, dtype=torch.int32)
     block = np.zeros((FIELDS, 3), dtype=np.int64)
-    block[Field.SEEN] = state.seen.data_ptr()
+    block[Field.OCCURRENCES] = state.occurrences.data_ptr()
     block[Field.ACTIVE, 1] = 1
     out = torch.full((2,), 99)  # fewer than the rows: what is beyond must not be written
     triton_sample.sample(torch.eye(3, 40), torch.from_numpy(block), out)
     assert out.tolist() == [99, 1]
-    assert state.seen.tolist() == [0, 1] + [0] * 38
+    assert state.occurrences.tolist() == [0, 1] + [0] * 38

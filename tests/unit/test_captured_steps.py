@@ -84,7 +84,7 @@ def sample(logits: torch.Tensor, block: torch.Tensor, out: torch.Tensor) -> None
 
     for row in np.flatnonzero(longs[Field.ACTIVE]):
         x = logits[row].float().numpy().copy()
-        seen, counts = at(row, Field.SEEN, ctypes.c_int32), at(row, Field.COUNTS, ctypes.c_int32)
+        seen, counts = at(row, Field.OCCURRENCES, ctypes.c_int32), at(row, Field.COUNTS, ctypes.c_int32)
         factor, frequency, presence = (
             np.float32(numbers[f, row]) for f in (Field.REPETITION, Field.FREQUENCY, Field.PRESENCE)
         )

@@ -35,7 +35,7 @@ def start(made: DiffusionScheduler, name: str, *groups: Hashable, tokens: int = 
     """Add a request of one picture and open whatever is admitted then; rows of group "a" unless said."""
     made.add(name, 1, priority=priority)
     for admitted in made.admit():
-        made.opened(admitted, groups or ("a",), tokens)
+        made.set_next(admitted, groups or ("a",), tokens)
 
 
 def names(batch: tuple[LaneKey, ...]) -> list[str]:
@@ -93,7 +93,7 @@ def test_a_lane_follows_its_groups_when_they_change_on_the_way() -> None:
     made = scheduler()
     start(made, "x", "a")
     start(made, "y", "b")
-    made.opened(key("y"), ("a",), 10)
+    made.set_next(key("y"), ("a",), 10)
     assert sorted(names(made.schedule())) == ["x", "y"]
 
 
@@ -102,7 +102,7 @@ def test_a_request_of_several_pictures_has_as_many_lanes() -> None:
     made.add("r", 3)
     assert made.waiting == 3
     for lane in made.admit():
-        made.opened(lane, ("a",), 10)
+        made.set_next(lane, ("a",), 10)
     assert made.schedule() == (key("r", 0), key("r", 1), key("r", 2))
     made.finish([key("r", 1)])
     assert made.schedule() == (key("r", 0), key("r", 2))
@@ -131,7 +131,7 @@ def test_a_lane_that_is_not_open_is_not_scheduled() -> None:
     assert made.schedule() == ()
     assert made.admit() == (key("r"),)
     assert made.schedule() == ()
-    made.opened(key("r"), ("a",), 10)
+    made.set_next(key("r"), ("a",), 10)
     assert names(made.schedule()) == ["r"]
 
 
@@ -208,7 +208,7 @@ def test_a_request_of_many_pictures_does_not_keep_a_later_one_out() -> None:
     made = scheduler(max_running=4, ageing_steps=2)
     made.add("many", 64)
     for lane in made.admit():
-        made.opened(lane, ("a",), 10)
+        made.set_next(lane, ("a",), 10)
     for _ in range(20):  # long enough to be worth many levels, if the pictures that wait did age
         made.schedule()
     made.add("one", 1)
@@ -260,7 +260,7 @@ def test_a_stream_of_urgent_ones_cannot_starve_one_that_waits_for_admission() ->
         admitted = made.admit()
         if names(admitted) == ["calm"]:
             break
-        made.opened(admitted[0], ("a",), 10)
+        made.set_next(admitted[0], ("a",), 10)
         made.finish(made.schedule())
     else:
         pytest.fail("it was never admitted")
@@ -347,7 +347,7 @@ def test_every_lane_gets_exactly_its_steps_within_the_budget_and_none_waits_for_
                 gone |= {lane for lane in mine if lanes[lane].done < lanes[lane].steps}
         for lane in made.admit():
             assert lane in here - opened
-            made.opened(lane, asked[lane].groups, asked[lane].tokens)
+            made.set_next(lane, asked[lane].groups, asked[lane].tokens)
             opened.add(lane)
             lanes[lane].waited = 0
         assert made.running == len(opened) <= limits.max_running

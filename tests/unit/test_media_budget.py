@@ -73,10 +73,10 @@ class TestBudget:
         second.reserve(40)  # of the other half, which one may use alone
         with started(third.reserve, 10) as waiting:
             waits(limits)
-            assert limits.held == 90
+            assert limits.used_bytes == 90
             first.close()
             waiting.result(30)
-        assert limits.held == 50
+        assert limits.used_bytes == 50
 
     def test_a_request_that_holds_little_does_not_keep_a_large_one_waiting(self) -> None:
         """It may be waiting for its next picture, from a slow host."""
@@ -86,7 +86,7 @@ class TestBudget:
         cancellation = Cancellation(time.monotonic() + 5)
         with cancellation_scope(cancellation):
             large.reserve(50)
-        assert limits.held == 51
+        assert limits.used_bytes == 51
 
     def test_what_alone_is_over_the_limit_is_refused_at_once(self) -> None:
         limits = MediaBudget(100)
@@ -94,16 +94,16 @@ class TestBudget:
         hold.reserve(30)
         with pytest.raises(LimitExceededError, match="51 bytes of memory up to here, over the limit of 50"):
             hold.reserve(21)
-        assert limits.held == 30
+        assert limits.used_bytes == 30
 
     def test_it_is_given_back_when_nothing_refers_to_it(self) -> None:
         limits = MediaBudget(100)
         hold = MediaHold(limits, "somebody")
         hold.reserve(30)
         hold.settle(20)
-        assert limits.held == 20
+        assert limits.used_bytes == 20
         del hold
-        assert limits.held == 0
+        assert limits.used_bytes == 0
 
     def test_requests_that_hold_some_and_need_more_do_not_wait_for_each_other(self) -> None:
         limits = MediaBudget(100)
@@ -115,7 +115,7 @@ class TestBudget:
             waits(limits)
             second.settle(10)
             waiting.result(30)
-        assert limits.held == 60
+        assert limits.used_bytes == 60
 
     def test_an_owner_with_a_quarter_starts_no_more_and_others_do(self) -> None:
         limits = MediaBudget(100)
@@ -128,7 +128,7 @@ class TestBudget:
             assert not waiting.done()
             running.close()
             waiting.result(30)
-        assert limits.held == 45
+        assert limits.used_bytes == 45
 
     def test_waiting_ends_with_the_request(self) -> None:
         limits = MediaBudget(100)
@@ -148,7 +148,7 @@ class TestBudget:
                 waiting.result(30)
         with pytest.raises(DeadlineExceededError):
             prepare(Cancellation(time.monotonic() + 0.05))
-        assert limits.held == 90
+        assert limits.used_bytes == 90
         assert limits.waiting == 0
 
     def test_nobody_waits_for_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ class TestBudget:
             for _ in range(values.randint(1, 5)):
                 hold.reserve(values.randint(1, 100))
                 with lock:
-                    highest = max(highest, limits.held)
+                    highest = max(highest, limits.used_bytes)
             hold.settle(values.randint(0, hold.size))
             if values.random() < 0.5:
                 hold.close()
@@ -186,7 +186,7 @@ class TestBudget:
             for job in jobs:
                 job.result()
         assert 0 < highest <= 1000
-        assert limits.held == 0
+        assert limits.used_bytes == 0
 
 
 @pytest.fixture(scope="module")
@@ -204,11 +204,11 @@ class TestDecoding:
             with media_hold() as hold:
                 image = decode_image(png(300, 200), LIMITS)
                 assert image.size == (300, 200)
-                assert limits.held == 300 * 200 * 4
+                assert limits.used_bytes == 300 * 200 * 4
                 clip = decode_audio((np.zeros(16_000, np.float32), 16_000), LIMITS)
-                assert limits.held == 300 * 200 * 4 + clip.samples.nbytes
+                assert limits.used_bytes == 300 * 200 * 4 + clip.samples.nbytes
             del hold
-            assert limits.held == 0
+            assert limits.used_bytes == 0
 
     def test_a_large_picture_is_the_same_with_and_without_a_budget(self) -> None:
         values = np.random.default_rng(0).integers(0, 256, (1900, 2600, 3), np.uint8)
@@ -236,7 +236,7 @@ class TestDecoding:
         with media_budget(64 * MIB) as limits:
             with pytest.raises(LimitExceededError, match="of memory up to here, over the limit of 33554432"):
                 decode_image(png(3000, 3000), LIMITS)
-            assert limits.held == 0
+            assert limits.used_bytes == 0
             assert decode_image(png(1000, 1000), LIMITS).size == (1000, 1000)
 
     def test_a_video_reserves_its_frames_and_its_audio(self) -> None:
@@ -244,7 +244,7 @@ class TestDecoding:
         with media_budget(256 * MIB) as limits, media_hold() as hold:
             clip = decode_video(data, LIMITS, with_audio=True)
             assert clip.audio is not None
-            assert hold.size == limits.held == clip.frames.nbytes + clip.audio.samples.nbytes
+            assert hold.size == limits.used_bytes == clip.frames.nbytes + clip.audio.samples.nbytes
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
@@ -268,7 +268,7 @@ def test_what_takes_much_memory_is_decoded_with_what_it_can_reserve(monkeypatch:
         with media_budget(2048 * MIB) as limits:
             image = decode_image(data.getvalue(), LIMITS)
             assert np.array_equal(np.asarray(image)[..., 0], np.rint(values / 257.0).astype(np.uint8))
-            assert limits.held == 0
+            assert limits.used_bytes == 0
         with media_budget(300 * MIB), pytest.raises(LimitExceededError, match=r"takes over .* bytes of memory"):
             decode_image(data.getvalue(), LIMITS)
 
@@ -304,7 +304,7 @@ def test_a_hold_may_be_collected_in_the_middle_of_any_call(moment: int) -> None:
     hold.reserve(20)
     hold.release(20)
     others.clear()
-    assert (pool.held, dict(pool._held_by_owner)) == (0, {})
+    assert (pool.used_bytes, dict(pool._held_by_owner)) == (0, {})
 
 
 def test_freed_memory_goes_back_to_the_system_soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,6 +355,6 @@ def test_bytes_that_were_there_already_are_given_back() -> None:
     with media_budget(100 * MIB) as limits:
         with media_hold() as hold:
             hold.settle(MIB)  # embeddings that the caller sent: nothing was reserved for them
-        assert limits.held == MIB
+        assert limits.used_bytes == MIB
         del hold
-        assert limits.held == 0
+        assert limits.used_bytes == 0

@@ -89,7 +89,7 @@ def _decoder() -> nn.Module:
 
 def _names(network: nn.Module, *, dit: bool = False, kept: tuple[str, ...] = (), **settings: object) -> list[str]:
     config = QuantizeConfig.model_validate({"scheme": "int8", **settings})
-    return sorted(layers_to_quantise(network, config, dit=dit, kept=kept))
+    return sorted(layers_to_quantise(network, config, dit=dit, full_precision=kept))
 
 
 def test_heads_routers_and_media_encoders_stay_unless_they_are_named() -> None:

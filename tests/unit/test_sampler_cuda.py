@@ -97,7 +97,9 @@ def test_the_kernels_give_the_tokens_and_counts_of_the_plain_path(
         assert (sampler.block(keys) is not None) == kernels
         found.append([[sampled.token_id for sampled in sampler.sample(step, keys)] for step in logits])
         states = sampler._states.values()
-        counts.append([None if x is None else x.tolist() for state in states for x in (state.seen, state.counts)])
+        counts.append(
+            [None if x is None else x.tolist() for state in states for x in (state.occurrences, state.counts)]
+        )
     assert found[0] == found[1]
     assert counts[0] == counts[1]
 

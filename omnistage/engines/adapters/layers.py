@@ -176,7 +176,7 @@ class AdapterLayers:
             suitable &= {name for name, fits in checks.items() if fits}
         return {name: shape for name, (_module, shape) in linears.items() if name in suitable}
 
-    def fitted(self, layer: str, path: str, pair: LoraPair) -> LoraPair:
+    def fit(self, layer: str, path: str, pair: LoraPair) -> LoraPair:
         """The pair in the network's dtype. Raises where its shapes are not the layer's."""
         inputs, outputs = self.shapes[layer]
         if (pair.down.shape[1], pair.up.shape[0]) != (inputs, outputs):

@@ -91,8 +91,8 @@ def _adapter_up_kernel(  # type: ignore[no-untyped-def]  # kernel
         up_row = up_ptr + column.to(tl.int64)[:, None] * (PARTS * SLOTS * RANK)
         up = tl.load(up_row + place[None, :], mask=known[None, :], other=0.0)
         # Not a product alone: another request's adapter may have overflowed in this row, and 0 x inf is NaN.
-        used = tl.where(weight != 0, low * weight, 0.0).to(kind)
-        acc = tl.dot(used, tl.trans(up), acc, input_precision="ieee")
+        scaled_low = tl.where(weight != 0, low * weight, 0.0).to(kind)
+        acc = tl.dot(scaled_low, tl.trans(up), acc, input_precision="ieee")
     # Rounded where the separate products round: what is added is a tensor of the layer's precision.
     result = plain.to(tl.float32) + acc.to(kind).to(tl.float32)
     tl.store(out_ptr + row.to(tl.int64)[:, None] * outputs + column[None, :], result.to(kind), mask=present[:, None])

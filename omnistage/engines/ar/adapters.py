@@ -49,7 +49,7 @@ def open_adapters(library: AdapterLibrary | None, component: ARComponent, name: 
                 raise AdapterError(f"{path} is not a linear layer of stage {name!r} that adapters can change{hint}")
             if layer in pairs:
                 raise AdapterError(f"{path} names a layer that another key names, too")
-            pairs[layer] = layers.fitted(layer, path, pair)
+            pairs[layer] = layers.fit(layer, path, pair)
         return pairs
 
     library.open(read)

@@ -133,5 +133,5 @@ def _agree(module: nn.Module, down: torch.Tensor, dtype: torch.dtype) -> bool:
     except LAUNCH_ERRORS as error:
         logger.warning("experts run without kernels of their own: %s", error)
         return False
-    found = parts.sum(1).double()
-    return bool((found - expected).norm() <= _TOLERANCE * expected.norm())
+    total = parts.sum(1).double()
+    return bool((total - expected).norm() <= _TOLERANCE * expected.norm())

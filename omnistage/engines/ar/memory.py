@@ -284,13 +284,13 @@ def _few_layers(decoder: nn.Module) -> Iterator[None]:
         yield
         return
     kinds: Counter[Hashable] = Counter()
-    kept = nn.ModuleList()
+    short = nn.ModuleList()
     for layer in layers:
         kind = (type(layer), *((name, weight.shape) for name, weight in layer.named_parameters()))
         kinds[kind] += 1
         if kinds[kind] <= 2:
-            kept.append(layer)
-    decoder.layers = kept
+            short.append(layer)
+    decoder.layers = short
     try:
         yield
     finally:

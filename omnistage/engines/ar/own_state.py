@@ -6,9 +6,10 @@ bounded, and a sequence that loses its blocks loses its state.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -22,21 +23,25 @@ from omnistage.engines.ar.runner import LaunchedStep, Runner
 from omnistage.engines.ar.scheduler import ScheduledSequence, SchedulerOutput
 from omnistage.engines.streams import avoid_attention_plans, upload
 
+Own = TypeVar("Own", bound=OwnSequence)
+
 
 @dataclass(slots=True)
-class _State:
-    sequence: OwnSequence
+class OwnProgress(Generic[Own]):
+    """How far a sequence that its component keeps is computed."""
+
+    sequence: Own
     length: int = 0
     """Tokens that it has computed."""
     logits: torch.Tensor | None = None
     """`[V]` after the last of them, which may have to be sampled from again."""
 
 
-class OwnStateRunner(Runner):
-    """A prompt is computed whole, however it is cut: many recurrent layers cannot go on with several tokens."""
+class SequenceRunner(Runner, Generic[Own]):
+    """Computes each sequence by itself before a step, as far as that must be; a failure there ends it alone."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._states: dict[str, _State] = {}
+        self._states: dict[str, OwnProgress[Own]] = {}
         super().__init__(*args, **options)
         avoid_attention_plans(self.component.device)
 
@@ -45,13 +50,15 @@ class OwnStateRunner(Runner):
         self._states.pop(key, None)
 
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
-        for key in output.preempted:
-            self._states.pop(key, None)
         failed: dict[str, OmniError] = {}
         with self._stream.use():
+            for key in output.preempted:
+                self._states.pop(key, None)
+                if key in self._rows:
+                    self._rows[key].forget_blocks()
             for item in output.batch:
                 try:
-                    self._advance(item)
+                    self._catch_up(item)
                 except BaseException as error:  # the boundary of one sequence: nobody else is in its forward
                     self._states.pop(item.key, None)
                     failed[item.key] = stage_failure(error, "the model's forward")
@@ -59,28 +66,37 @@ class OwnStateRunner(Runner):
         step.result.failed |= failed
         return step
 
-    def _forward(self, batch: Sequence[ScheduledSequence]) -> StepTensors:
-        logits = []
-        for item in batch:
-            row = self._advance(item)  # computed already: what is read here
-            if item.sample and row is not None:
-                logits.append(row)
-        return StepTensors(torch.stack(logits) if logits else None, None, None)
+    @abstractmethod
+    def _catch_up(self, item: ScheduledSequence) -> None:
+        """Compute a sequence as far as the step needs it."""
 
-    def _advance(self, item: ScheduledSequence) -> torch.Tensor | None:
-        """Compute a sequence up to the end of its chunk; its logits there. None: its prompt is not complete."""
+    def _last_logits(self, batch: Sequence[ScheduledSequence]) -> StepTensors:
+        logits = [state.logits for state in (self._states[item.key] for item in batch if item.sample)]
+        rows = [row for row in logits if row is not None]
+        return StepTensors(torch.stack(rows) if rows else None, None, None)
+
+
+class OwnStateRunner(SequenceRunner[OwnSequence]):
+    """A prompt is computed whole, however it is cut: many recurrent layers cannot go on with several tokens."""
+
+    def _forward(self, batch: Sequence[ScheduledSequence]) -> StepTensors:
+        for item in batch:
+            self._catch_up(item)  # nothing to do where `launch` has computed it
+        return self._last_logits(batch)
+
+    def _catch_up(self, item: ScheduledSequence) -> None:
+        """To the end of its chunk, once its prompt is complete."""
         rows, end = self._rows[item.key], item.start + item.count
         if end < rows.prompt_length:
-            return None
+            return
         state = self._states.get(item.key)
         if state is None:
-            state = self._states[item.key] = _State(self.component.open_sequence(rows.payload.media))
+            state = self._states[item.key] = OwnProgress(self.component.open_sequence(rows.payload.media))
         # After a preemption too the prompt is one forward and each generated token another, as at first: recurrent
         # layers and windows may give other numbers for both in one.
         while state.length < end:
             start, state.length = state.length, max(rows.prompt_length, state.length + 1)
             state.logits = state.sequence.forward(self._token_ids(rows.tokens[start : state.length], rows.sampled_row))
-        return state.logits
 
     def _token_ids(self, tokens: np.ndarray, sampled_row: int) -> torch.Tensor:
         if tokens[0] == UNREAD:

@@ -159,7 +159,7 @@ def pack_layers(decoders: Sequence[nn.Module], heads: Sequence[nn.Module], *, me
 
 @torch.no_grad()
 def pack_layer(layer: nn.Linear) -> None:
-    """Pack a layer's weights, in place: whoever holds it computes with them from now on."""
+    """Pack a layer's weights, in place: all references to it compute with them from now on."""
     weight = layer.weight.detach()
     scale = half_scale(weight)
     del layer._parameters["weight"]

@@ -138,13 +138,13 @@ class LayerStates:
     def go_on(self, forward: _Forward, rows: torch.Tensor, slots: _Slots) -> torch.Tensor:
         """Rows `[B, n, H]` that follow those before; one sequence, or one row of each."""
         layer = self._new_layer()
-        held = []
+        starts = []
         for shape, pool in zip(self.shapes, self.tensors, strict=True):
             state = pool[slots]  # a view of the pool where slots are adjacent, else a copy
             _set_state(layer, shape, state)
-            held.append(state)
+            starts.append(state)
         out = self._run(forward, rows, layer)
-        for shape, pool, state in zip(self.shapes, self.tensors, held, strict=True):
+        for shape, pool, state in zip(self.shapes, self.tensors, starts, strict=True):
             new = getattr(layer, shape.kind)[shape.index]
             if new is not state or isinstance(slots, torch.Tensor):
                 pool[slots] = new

@@ -37,14 +37,14 @@ class ResidualStep:
     def __call__(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Codes `int64 [S, count]` of frames that `ids` `[S]` begin, negative ones where none could be chosen."""
         self.selector.temperature = self._numbers[0].float()
-        chosen: list[torch.Tensor] = []
+        columns: list[torch.Tensor] = []
 
         def choose(logits: torch.Tensor, index: int) -> torch.Tensor:
-            chosen.append(self.selector.select(logits, self._numbers[1 + index]))
-            return chosen[-1].clamp(min=0)
+            columns.append(self.selector.select(logits, self._numbers[1 + index]))
+            return columns[-1].clamp(min=0)
 
         codes = self._component.predict(hidden, ids.clamp(min=0), choose)
-        return torch.where(torch.stack(chosen).amin(0)[:, None] < 0, FAILED, codes)
+        return torch.where(torch.stack(columns).amin(0)[:, None] < 0, FAILED, codes)
 
 
 class _Sized:

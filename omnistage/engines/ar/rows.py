@@ -171,7 +171,5 @@ class SequenceRows:
 
 def ends_of(batch: Sequence[ScheduledSequence], sequences: Sequence[SequenceRows]) -> list[np.ndarray | None] | None:
     """`BatchLayout.ends` of a batch; None where no token of it sees a later one."""
-    if not any(rows.payload.both_ways for rows in sequences):
-        return None
     ends = [rows.ends(item.start, item.start + item.count) for item, rows in zip(batch, sequences, strict=True)]
     return None if all(each is None for each in ends) else ends

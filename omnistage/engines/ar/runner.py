@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from omnistage.config.schema import ARBudget
 from omnistage.core.errors import InternalError, OmniError, StageError
 from omnistage.core.failures import stage_failure
 from omnistage.core.params import SamplingParams
@@ -67,7 +68,7 @@ class LaunchedStep:
     plan: SchedulerOutput
     result: RunnerOutput
     """What of it is known already."""
-    done: Download | None = None
+    mark: Download | None = None
     """Set where nothing is sampled."""
     tokens: PendingTokens | None = None
     codes: Download | None = None
@@ -84,33 +85,28 @@ class Runner:
         component: ARComponent,
         backend: AttentionBackend,
         stream: DeviceStream,
+        budget: ARBudget,
         *,
         num_blocks: int,
-        block_size: int,
         max_length: int,
-        max_batch: int,
-        encoder_cache_bytes: int,
-        graph_batch_sizes: Sequence[int] = (),
-        graph_prefill_tokens: Sequence[int] = (),
-        run_ahead: bool = False,
-        sample_in_graph: bool = True,
-        adapters: AdapterLayers | None = None,
-        kv_dtype: torch.dtype | None = None,
-        torchscript: bool = False,
+        run_ahead: bool,
+        kv_dtype: torch.dtype,
+        graph_batch_sizes: Sequence[int],
+        adapters: AdapterLayers | None,
+        torchscript: bool,
     ) -> None:
         """`run_ahead`: steps are launched before the tokens of those before them are read."""
-        spec = component.spec
+        spec, block_size = component.spec, budget.block_size
         self.component = component
         self.backend = backend
+        self.budget = budget
         self.adapters = adapters
         self.block_size = block_size
         self._stream = stream
-        self.encoder_cache = ByteCache[torch.Tensor](encoder_cache_bytes, lambda rows: rows.nbytes)
+        self.encoder_cache = ByteCache[torch.Tensor](budget.encoder_cache, lambda rows: rows.nbytes)
         device, dtype = component.device, component.dtype
         # Zeros, not garbage: a padded gather multiplies unwritten slots by zero, and 0 x NaN is NaN.
-        caches = new_caches(
-            spec, num_blocks, block_size, kv_dtype or dtype, lambda shape, kind: zeros(shape, device, kind)
-        )
+        caches = new_caches(spec, num_blocks, block_size, kv_dtype, lambda shape, kind: zeros(shape, device, kind))
         bind_caches(component.attention_modules, caches)
         # The last row takes what padding writes.
         emit_shape = (num_blocks * block_size + 1, spec.emit_size)
@@ -122,7 +118,8 @@ class Runner:
             eos_token_ids=component.eos_token_ids,
             on_host=device.type == "cpu" and not run_ahead,
         )
-        num_rows = max((max_batch, *graph_batch_sizes))  # a captured step may be for more sequences than ever run
+        # A captured step may be for more sequences than ever run.
+        num_rows = max((budget.max_running, *graph_batch_sizes))
         self.last_ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
         """The tokens that the last step sampled, in its order: the next one may begin before they are read."""
         self.last_codes: torch.Tensor | None = None
@@ -130,7 +127,7 @@ class Runner:
         if spec.residual is not None:
             self.last_codes = torch.zeros(num_rows, spec.residual.count, dtype=torch.int64, device=device)
         self.predictor: CodePredictor | None = None
-        self.sample_in_graph = sample_in_graph and has_kernels(device)
+        self.sample_in_graph = budget.sample_in_graph and has_kernels(device)
         """Whether captured steps end with the kernels that sample."""
         self._rows: dict[str, SequenceRows] = {}
         self._stream.follow()  # merged weights and the caches' zeros may still be written
@@ -141,8 +138,8 @@ class Runner:
         with self._stream.use():
             if sizes:
                 self.graphs = DecodeGraphs(self, sizes, max_length)
-                if graph_prefill_tokens:
-                    self.prefill_graphs = PrefillGraphs(self, graph_prefill_tokens, max_length)
+                if budget.graph_prefill_tokens:
+                    self.prefill_graphs = PrefillGraphs(self, budget.graph_prefill_tokens, max_length)
             if torchscript:
                 self.scripts = DecodeScripts(component, backend, caches)
                 self.scripts.trace(max_length)
@@ -249,7 +246,7 @@ class Runner:
                     index = upload(np.array(on_time, dtype=np.int64), logits.device)
                     logits, hidden = logits[index], None if hidden is None else hidden[index]
             if logits is None or not keys:
-                step.done = self._stream.mark()
+                step.mark = self._stream.mark()
                 return step
             numbers = self._residual_numbers(keys) if codes is None and self.predictor is not None else None
             step.tokens = self.sampler.launch(logits, keys, ids)
@@ -296,8 +293,8 @@ class Runner:
     def read(self, step: LaunchedStep) -> RunnerOutput:
         """What a step gave, once it is there. Steps are read in the order in which they were launched."""
         result = step.result
-        if step.done is not None:
-            step.done.wait()
+        if step.mark is not None:
+            step.mark.wait()
         if step.tokens is not None:
             results = step.tokens.results  # known already where they were sampled on the host
             if results is None:
@@ -340,7 +337,8 @@ class Runner:
                 if ids[offset] == UNREAD:
                     unread.append((offset, rows.sampled_row))
                 slots[offset] = rows.slots[start]
-                positions[:, offset] = rows.position(start)
+                plain = rows.positions is None  # nearly always: no call for every token
+                positions[:, offset] = start + rows.payload.position_delta if plain else rows.position(start)
             else:
                 ids[offset : offset + count] = rows.tokens[start : start + count]
                 slots[offset : offset + count] = rows.slots[start : start + count]
@@ -363,7 +361,7 @@ class Runner:
             np.array([item.start + item.count for item in batch], dtype=np.int32),
             [rows.slots for rows in sequences],
             [rows.table for rows in sequences],
-            ends_of(batch, sequences),
+            ends_of(batch, sequences) if has_rows else None,
         )
         places = packed[2 * total :].view(-1, total)
         if fractional:

@@ -49,7 +49,7 @@ from omnistage.engines.streams import FED_PRIORITY, PRIORITY
 
 MAX_LOGPROBS = 2**19
 """Log probabilities of one request, over all tokens of all answers: 25,000 tokens with the 20 most likely ones each."""
-_HELD_WAIT_SECONDS = 0.002
+_MASK_WAIT_SECONDS = 0.002
 """Where only held answers are left, a step waits so long for a mask; stages may share a thread, so it is short."""
 
 
@@ -70,7 +70,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         num_blocks = plan_blocks(component, budget, max_length)
         self.max_length = min(max_length, num_blocks * budget.block_size)
         limit = "kv_memory" if self.max_length < max_length else "max_model_len"
-        self._advice = f" or raise {name}.budget.{limit}" if self.max_length < component.spec.max_length else ""
+        self._hint = f" or raise {name}.budget.{limit}" if self.max_length < component.spec.max_length else ""
         """What would make room for longer sequences; nothing where the model itself takes no longer ones."""
         pool = BlockPool(num_blocks, budget.block_size, prefix_caching=budget.prefix_caching)
         self.scheduler = Scheduler(
@@ -94,17 +94,13 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             component,
             backend,
             self.stream,
+            budget,
             num_blocks=num_blocks,
-            block_size=budget.block_size,
             max_length=self.max_length,
-            max_batch=budget.max_running,
             run_ahead=self._run_ahead,
-            sample_in_graph=budget.sample_in_graph,
-            encoder_cache_bytes=budget.encoder_cache,
-            graph_batch_sizes=graph_sizes,
-            graph_prefill_tokens=budget.graph_prefill_tokens,
-            adapters=layers,
             kv_dtype=kv_dtype,
+            graph_batch_sizes=graph_sizes,
+            adapters=layers,
             torchscript=layers is None and scripts(component, budget, backend),
         )
         self._launched: LaunchedStep | None = None
@@ -112,7 +108,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         self._serial = 0
         self._answers: dict[str, Answer] = {}
         self._requests: dict[str, list[str]] = {}
-        self._held: dict[str, GrammarState] = {}
+        self._waiting: dict[str, GrammarState] = {}
         """Answers that wait for the mask of their grammar: left out of the batch, like starved ones."""
         self._late_masks = 0
 
@@ -157,7 +153,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         if length >= self.max_length:
             raise PromptTooLongError(
                 f"the prompt has {length} tokens; stage {self.name!r} holds {self.max_length} with at least one for "
-                f"the answer: shorten it{self._advice}",
+                f"the answer: shorten it{self._hint}",
                 param="prompt",
             )
         longest = max((end - start for start, end in payload.both_ways), default=0)
@@ -169,7 +165,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         if payload.num_tokens is not None and length + payload.num_tokens > self.max_length:
             raise CapacityError(
                 f"{payload.num_tokens} tokens are needed after the prompt's {length}, and stage {self.name!r} holds "
-                f"{self.max_length}: choose a smaller picture{self._advice}"
+                f"{self.max_length}: choose a smaller picture{self._hint}"
             )
         if self.max_length - length < params.min_tokens:
             raise CapacityError(
@@ -270,17 +266,17 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         self.scheduler.remove(key)
         self.runner.remove(key)
         self._answers.pop(key, None)
-        self._held.pop(key, None)
+        self._waiting.pop(key, None)
 
     # ------------------------------------------------------------------------------------------- stepping
 
     def has_work(self) -> bool:
-        return self._launched is not None or self.scheduler.has_work() or bool(self._held)
+        return self._launched is not None or self.scheduler.has_work() or bool(self._waiting)
 
     def step(self) -> list[StageChunk]:
         """Launch a step, and read one: the same, or where it runs ahead the one that was launched before it."""
-        chunks = self._check_held() if self._held else []
-        self.only_waited = bool(self._held) and self._launched is None and not self.scheduler.has_work()
+        chunks = self._check_waiting() if self._waiting else []
+        self.only_waited = bool(self._waiting) and self._launched is None and not self.scheduler.has_work()
         earlier, self._launched = self._launched, None
         if self.scheduler.has_work():
             plan = self.scheduler.schedule()
@@ -290,8 +286,9 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             if plan.batch or plan.preempted:
                 try:
                     self._launched = self.runner.launch(plan)
-                    if self._launched.result.failed:
-                        chunks += self._end_failed(self._launched.result)
+                    # Those that never ran, like those whose media cannot be encoded.
+                    for key, error in self._launched.result.failed.items():
+                        chunks.append(self._end(key, FinishReason.ERROR, error=error))
                 except BaseException as error:  # the boundary of a step: its requests end, the stage goes on
                     if earlier is not None:  # some of them may have ended there
                         chunks += self._read(earlier)
@@ -302,10 +299,6 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         if earlier is not None:
             chunks += self._read(earlier)
         return chunks
-
-    def _end_failed(self, result: RunnerOutput) -> list[StageChunk]:
-        """End those that never ran, like those whose media cannot be encoded."""
-        return [self._end(key, FinishReason.ERROR, error=error) for key, error in result.failed.items()]
 
     def _read(self, step: LaunchedStep) -> list[StageChunk]:
         """Account for what a step gave."""
@@ -333,17 +326,17 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
         self._late_masks += len(result.late)
         for key in (*result.late, *result.slow):
             if key in self._answers:  # else it has just ended
-                self._held[key] = self.runner.sampler.constrained[key]
+                self._waiting[key] = self.runner.sampler.constrained[key]
                 self.scheduler.hold(key)
 
-    def _check_held(self) -> list[StageChunk]:
+    def _check_waiting(self) -> list[StageChunk]:
         """Let those go on whose masks have come, and end those whose masks take too long."""
         if self._launched is None and not self.scheduler.has_work():
-            await_any(self._held.values(), _HELD_WAIT_SECONDS)
+            await_any(self._waiting.values(), _MASK_WAIT_SECONDS)
         chunks = []
-        for key, grammar in list(self._held.items()):
+        for key, grammar in list(self._waiting.items()):
             if grammar.ready:
-                del self._held[key]
+                del self._waiting[key]
                 self.scheduler.release(key)
             elif (error := grammar.overdue()) is not None:
                 chunks.append(self._end(key, FinishReason.ERROR, error=error))
@@ -440,7 +433,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
                 "encoder_cache_bytes": self.runner.encoder_cache.bytes,
                 "encoder_cache_hits": self.runner.encoder_cache.hits,
                 "encoder_cache_misses": self.runner.encoder_cache.misses,
-                "masks_awaited": len(self._held),
+                "masks_awaited": len(self._waiting),
                 "masks_late": self._late_masks,
             },
         )

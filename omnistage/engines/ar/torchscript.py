@@ -284,12 +284,12 @@ class DecodeScripts:
 
     def _trace(self, step: _Step, several: bool) -> Callable[..., torch.Tensor]:
         inputs = (step.embeds, step.positions, *step.arguments(self._backend), _flat(step.caches))
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as warning_list:
             warnings.simplefilter("always")
             program = _program_of(self._component, several, inputs)
         # The others are that sizes become constants, which the comparison finds out, and that torch means to replace
         # TorchScript.
-        for warning in told:
+        for warning in warning_list:
             if any(words in str(warning.message) for words in _TRACER_SAYS):
                 raise ValueError(f"its forward reads numbers ({warning.message})")
         return program
@@ -373,7 +373,7 @@ def _plain(component: ARComponent, step: _Step) -> torch.Tensor:
 def _scratch_caches(component: ARComponent) -> Iterator[list[KVCache]]:
     """Small caches with random numbers in place of the modules' own."""
     modules = component.attention_modules
-    kept = [module.kv_cache for module in modules]
+    caches_before = [module.kv_cache for module in modules]
     generator = torch.Generator().manual_seed(0)
     caches = component.spec.empty_caches(
         _BLOCKS, _BLOCK_SIZE, lambda shape: torch.randn(shape, generator=generator).to(component.dtype)
@@ -382,7 +382,7 @@ def _scratch_caches(component: ARComponent) -> Iterator[list[KVCache]]:
     try:
         yield caches
     finally:
-        bind_caches(modules, kept)  # type: ignore[arg-type]
+        bind_caches(modules, caches_before)  # type: ignore[arg-type]
 
 
 def _flat(caches: Sequence[KVCache]) -> list[torch.Tensor]:

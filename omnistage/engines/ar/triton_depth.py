@@ -154,15 +154,15 @@ def _rotated(ptr, offset, norm_ptr, cos, sin, epsilon, NORM: tl.constexpr, HEAD_
     other = (dim + HEAD_DIM // 2) % HEAD_DIM
     kind = ptr.dtype.element_ty
     x = tl.load(ptr + offset + dim[None, :]).to(tl.float32)
-    turned = tl.load(ptr + offset + other[None, :]).to(tl.float32)
+    partner = tl.load(ptr + offset + other[None, :]).to(tl.float32)
     if NORM:
         scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + epsilon)[:, None]
         factor = tl.load(norm_ptr + dim)[None, :].to(tl.float32)
         factor_turned = tl.load(norm_ptr + other)[None, :].to(tl.float32)
         x = ((x * scale).to(kind).to(tl.float32) * factor).to(kind).to(tl.float32)
-        turned = ((turned * scale).to(kind).to(tl.float32) * factor_turned).to(kind).to(tl.float32)
-    turned = tl.where(dim[None, :] < HEAD_DIM // 2, -turned, turned)
-    return (x * cos[None, :] + turned * sin[None, :]).to(kind)
+        partner = ((partner * scale).to(kind).to(tl.float32) * factor_turned).to(kind).to(tl.float32)
+    partner = tl.where(dim[None, :] < HEAD_DIM // 2, -partner, partner)
+    return (x * cos[None, :] + partner * sin[None, :]).to(kind)
 
 
 @jit(counts=("place",), metadata=("cos_ptr", "sin_ptr"))
@@ -186,9 +186,9 @@ def _attend_kernel(  # type: ignore[no-untyped-def]  # kernel
     tl.store(v_ptr + past + place * HEAD_DIM + dim[None, :], value)
     # This row's own key and value come from the projection: what was just stored is not read back.
     position = tl.arange(0, POSITIONS_PAD)
-    cells, seen = past + position[:, None] * HEAD_DIM + dim[None, :], (position < place)[:, None]
-    k = tl.load(k_ptr + cells, mask=seen, other=0.0).to(tl.float32)
-    v = tl.load(v_ptr + cells, mask=seen, other=0.0).to(tl.float32)
+    cells, mask = past + position[:, None] * HEAD_DIM + dim[None, :], (position < place)[:, None]
+    k = tl.load(k_ptr + cells, mask=mask, other=0.0).to(tl.float32)
+    v = tl.load(v_ptr + cells, mask=mask, other=0.0).to(tl.float32)
     own = tl.sum(q * key.to(tl.float32), 1) * qk_scale
     scores = tl.sum(q[:, None, :] * k[None, :, :], 2) * qk_scale
     scores = tl.where((position < place)[None, :], scores, float("-inf"))

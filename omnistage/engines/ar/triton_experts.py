@@ -107,20 +107,20 @@ def _divisor(size: int, most: int) -> int:
 def _pairs_of(index_ptr, slots_ptr, pairs, SLOTS: tl.constexpr, TOP_K: tl.constexpr, PADDED: tl.constexpr):  # type: ignore[no-untyped-def]  # kernel
     """The expert of each pair; -1: there is no such pair, or it is of a row that nobody reads."""
     place = tl.arange(0, PADDED)
-    chosen = tl.load(index_ptr + place, mask=place < pairs, other=-1).to(tl.int32)
+    experts = tl.load(index_ptr + place, mask=place < pairs, other=-1).to(tl.int32)
     if SLOTS:
         slot = tl.load(slots_ptr + place // TOP_K, mask=place < pairs, other=-1)
-        chosen = tl.where(slot < 0, -1, chosen)
-    return chosen
+        experts = tl.where(slot < 0, -1, experts)
+    return experts
 
 
 @jit()
 def _members(same, rank, first, count, PADDED: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # kernel
     """The pairs of an expert from the `first` on, and which of the `ROWS` there are."""
-    wanted = first + tl.arange(0, ROWS)
-    match = same[None, :] & (rank[None, :] == wanted[:, None])
+    ranks = first + tl.arange(0, ROWS)
+    match = same[None, :] & (rank[None, :] == ranks[:, None])
     pairs = tl.sum(tl.where(match, tl.arange(0, PADDED)[None, :], 0), 1)
-    return pairs, wanted < count
+    return pairs, ranks < count
 
 
 @jit(counts=("pairs",), metadata=("index_ptr", "slots_ptr"))
@@ -132,9 +132,9 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]  # kernel
     """SiLU(gate) * up of `COLUMNS` columns for all pairs of the expert of pair `program_id(0)`, if it is the first."""
     pair, tile = tl.program_id(0), tl.program_id(1)
     place = tl.arange(0, PADDED)
-    chosen = _pairs_of(index_ptr, slots_ptr, pairs, SLOTS, TOP_K, PADDED)
-    expert = tl.max(tl.where(place == pair, chosen, -1))
-    same = chosen == expert
+    experts = _pairs_of(index_ptr, slots_ptr, pairs, SLOTS, TOP_K, PADDED)
+    expert = tl.max(tl.where(place == pair, experts, -1))
+    same = experts == expert
     if (expert < 0) | (tl.min(tl.where(same, place, PADDED)) < pair):
         return
     count = tl.sum(same.to(tl.int32))
@@ -171,14 +171,14 @@ def _down_kernel(  # type: ignore[no-untyped-def]  # kernel
     """`COLUMNS` columns of an expert's output for all of its pairs, times the router's weights."""
     pair, tile = tl.program_id(0), tl.program_id(1)
     place = tl.arange(0, PADDED)
-    chosen = _pairs_of(index_ptr, slots_ptr, pairs, SLOTS, TOP_K, PADDED)
-    expert = tl.max(tl.where(place == pair, chosen, -1))
+    experts = _pairs_of(index_ptr, slots_ptr, pairs, SLOTS, TOP_K, PADDED)
+    expert = tl.max(tl.where(place == pair, experts, -1))
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     if expert < 0:
         tl.store(out_ptr + pair * width + column, tl.zeros([COLUMNS], out_ptr.dtype.element_ty), mask=inside)
         return
-    same = chosen == expert
+    same = experts == expert
     if tl.min(tl.where(same, place, PADDED)) < pair:
         return
     count = tl.sum(same.to(tl.int32))

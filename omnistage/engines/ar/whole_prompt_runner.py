@@ -7,59 +7,21 @@ Blocks, their bounds and preemption are as for any; there is no prefix to go on 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 
-from omnistage.core.errors import InternalError, OmniError
-from omnistage.core.failures import stage_failure
+from omnistage.core.errors import InternalError
 from omnistage.engines.ar.component import GroupedSequence
 from omnistage.engines.ar.graphs import StepTensors
+from omnistage.engines.ar.own_state import OwnProgress, SequenceRunner
 from omnistage.engines.ar.rows import UNREAD, SequenceRows
-from omnistage.engines.ar.runner import LaunchedStep, Runner
-from omnistage.engines.ar.scheduler import ScheduledSequence, SchedulerOutput
-from omnistage.engines.streams import avoid_attention_plans, upload
+from omnistage.engines.ar.scheduler import ScheduledSequence
+from omnistage.engines.streams import upload
 
 
-@dataclass(slots=True)
-class _State:
-    sequence: GroupedSequence
-    length: int
-    """Tokens that it has computed."""
-    logits: torch.Tensor
-    """`[V]` after the last of them, which may have to be sampled from again."""
-
-
-class WholePromptRunner(Runner):
+class WholePromptRunner(SequenceRunner[GroupedSequence]):
     """However a prompt is cut, it is computed when its last chunk is scheduled."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self._states: dict[str, _State] = {}
-        super().__init__(*args, **options)
-        avoid_attention_plans(self.component.device)
-
-    def remove(self, key: str) -> None:
-        super().remove(key)
-        self._states.pop(key, None)
-
-    def launch(self, output: SchedulerOutput) -> LaunchedStep:
-        failed: dict[str, OmniError] = {}
-        with self._stream.use():
-            for key in output.preempted:
-                self._states.pop(key, None)
-                if key in self._rows:
-                    self._rows[key].forget_blocks()
-            for item in output.batch:
-                try:
-                    self._catch_up(item)
-                except BaseException as error:  # the boundary of one sequence: nobody else is in its forward
-                    self._states.pop(item.key, None)
-                    failed[item.key] = stage_failure(error, "the model's forward")
-        step = super().launch(replace(output, batch=tuple(item for item in output.batch if item.key not in failed)))
-        step.result.failed |= failed
-        return step
 
     def _catch_up(self, item: ScheduledSequence) -> None:
         """Compute a sequence's prompt with the end of its last chunk; after a preemption, what it had generated too."""
@@ -73,7 +35,8 @@ class WholePromptRunner(Runner):
             if not isinstance(sequence, GroupedSequence):
                 raise InternalError(f"{type(sequence).__name__} takes its tokens alone")
             ids = upload(rows.tokens[: rows.prompt_length], self.component.device)
-            self._states[item.key] = _State(sequence, rows.prompt_length, sequence.begin(ids, rows.slots))
+            logits = sequence.begin(ids, rows.slots)
+            self._states[item.key] = OwnProgress(sequence, rows.prompt_length, logits)
         while self._states[item.key].length < end - 1:  # one after the other, as at first
             self._advance([item.key])
 
@@ -83,8 +46,7 @@ class WholePromptRunner(Runner):
         behind = [key for key, end in ends.items() if self._states[key].length < end]
         if behind:
             self._advance(behind)
-        sampled = [self._states[item.key].logits for item in batch if item.sample]
-        return StepTensors(torch.stack(sampled) if sampled else None, None, None)
+        return self._last_logits(batch)
 
     def _advance(self, keys: Sequence[str]) -> None:
         """Compute one more token of each sequence."""

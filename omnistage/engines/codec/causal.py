@@ -35,7 +35,7 @@ class _Stream:
 
     row: Tensor | None = None
     """`[size]`: what the layers keep; None before the first window."""
-    done: int = 0
+    num_decoded: int = 0
     """Frames decoded so far."""
 
 
@@ -47,7 +47,7 @@ class _Job:
     """`int64 [codebooks, frames]`, those that are left."""
     last: bool
     row: Tensor | None
-    done: int
+    num_decoded: int
     waves: list[Tensor] = field(default_factory=list)
 
 
@@ -118,22 +118,22 @@ class CausalDecoder(CodecComponent):
             waves = _download([job.waves for job in jobs])
         for window, job in zip(windows, jobs, strict=True):  # nothing before changes a stream
             stream = _stream(window)
-            stream.row, stream.done = job.row, job.done
+            stream.row, stream.num_decoded = job.row, job.num_decoded
         return waves
 
     def _job(self, window: Window) -> _Job:
         stream, codes = _stream(window), window.codes[window.history : window.history + window.emit]
-        if stream.done + len(codes) < self.layout.first_blocks:  # an utterance too short for a single sample
+        if stream.num_decoded + len(codes) < self.layout.first_blocks:  # an utterance too short for a single sample
             codes = ()
         books = self.layout.num_codebooks
         array = np.array(codes, dtype=np.int64).reshape(len(codes), books).T
-        return _Job(array, window.last, stream.row, stream.done)
+        return _Job(array, window.last, stream.row, stream.num_decoded)
 
     def _by_shape(self, jobs: Sequence[_Job]) -> dict[tuple[bool, int], list[_Job]]:
         """The jobs whose next pieces share a forward."""
         shapes: dict[tuple[bool, int], list[_Job]] = defaultdict(list)
         for job in jobs:
-            shapes[job.done == 0, self._length(job)].append(job)
+            shapes[job.num_decoded == 0, self._length(job)].append(job)
         return shapes
 
     def _length(self, job: _Job) -> int:
@@ -141,7 +141,7 @@ class CausalDecoder(CodecComponent):
         count = int(job.codes.shape[1])
         if not self._sizes:
             return min(count, _MAX_PIECE)
-        largest = self._sizes[-1 if job.done else 0]
+        largest = self._sizes[-1 if job.num_decoded else 0]
         if count >= largest:
             return largest
         return next(size for size in self._sizes if size >= count) if job.last else count
@@ -155,7 +155,7 @@ class CausalDecoder(CodecComponent):
         for i, job in enumerate(jobs):
             piece = job.codes[:, :length]
             codes[i, :, : piece.shape[1]] = piece
-            positions[i] = job.done
+            positions[i] = job.num_decoded
         known_rows = [job.row for job in jobs if job.row is not None]
         # Rows that are not needed change nothing; nobody reads their results.
         rows = torch.stack(known_rows + known_rows[:1] * (padded - count)) if known_rows else self._zeros(padded)
@@ -165,8 +165,8 @@ class CausalDecoder(CodecComponent):
         wave_of, row_of = waves[:count].clone(), _copies(rows[:count])
         for i, job in enumerate(jobs):
             frames = min(length, job.codes.shape[1])
-            job.waves.append(wave_of[i, : self.samples(job.done + frames) - self.samples(job.done)])
-            job.row, job.codes, job.done = row_of[i], job.codes[:, frames:], job.done + frames
+            job.waves.append(wave_of[i, : self.samples(job.num_decoded + frames) - self.samples(job.num_decoded)])
+            job.row, job.codes, job.num_decoded = row_of[i], job.codes[:, frames:], job.num_decoded + frames
 
     def _zeros(self, rows: int) -> Tensor:
         return torch.zeros(rows, self._contexts.size, dtype=self._dtype, device=self.device)

@@ -59,18 +59,18 @@ class CodecRequest:
     ready_at: float = INF
     """Since when its next window could run."""
     pace: Pace = field(default_factory=Pace)
-    company: int = 0
+    batch_windows: int = 0
     """Windows in the last batch that had one of its own."""
     others: float = 0.0
     """Seconds of batches without it since its first code."""
     others_count: int = 0
     codes: list[Code] = field(default_factory=list)
     final: bool = False
-    done: int = 0
+    num_decoded: int = 0
     windows: int = 0
     """How many have run."""
     started: bool = False
-    held: float = 0.0
+    unsent_seconds: float = 0.0
     """Seconds of sound that have not gone out yet."""
     dry_at: float | None = None
     """When its player has played all that it got; None before the first sound."""

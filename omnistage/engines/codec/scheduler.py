@@ -2,7 +2,7 @@
 
 A request is a growing list of codes and a counter of those that are done. Where an utterance is cut is a function of
 the place in it and of nothing else: a window's size changes its samples a little (what lies further ahead than its
-look-ahead is not seen), and no listener shall hear who else is served. So the clock chooses the order of the windows,
+look-ahead is not seen), and no audio may depend on who else is served. So the clock chooses the order of the windows,
 what shares a forward, and when the first sound goes out; never what a window holds.
 """
 
@@ -145,7 +145,7 @@ class CodecScheduler:
             mine = {window.request_id for window in output.windows}
             for request in self._requests.values():
                 if request.request_id in mine:
-                    request.company = len(mine)
+                    request.batch_windows = len(mine)
                 elif request.codes:
                     request.others += min(seconds_taken, now - request.first_code)
                     request.others_count += 1
@@ -154,10 +154,10 @@ class CodecScheduler:
                 self.remove(window.request_id)
                 continue
             request = self._requests[window.request_id]
-            request.done += window.emit
+            request.num_decoded += window.emit
             request.windows += 1
             if request.dry_at is None:
-                request.held += seconds.get(window.request_id, 0.0)
+                request.unsent_seconds += seconds.get(window.request_id, 0.0)
             else:  # a player that ran dry goes on when the sound comes
                 request.dry_at = max(request.dry_at, now) + seconds.get(window.request_id, 0.0)
             request.ready_at = INF
@@ -169,11 +169,13 @@ class CodecScheduler:
         """Requests whose sound goes out from now on: their players are not expected to run dry."""
         now = self._clock()
         playing = [
-            r for r in self._requests.values() if r.held and (self._hold_limit(r) <= 0 or self._stays_in_time(r, now))
+            r
+            for r in self._requests.values()
+            if r.unsent_seconds and (self._hold_limit(r) <= 0 or self._stays_in_time(r, now))
         ]
         for request in playing:
-            request.dry_at = now + request.held
-            request.held = 0.0
+            request.dry_at = now + request.unsent_seconds
+            request.unsent_seconds = 0.0
         return [request.request_id for request in playing]
 
     def playing(self, request_id: str) -> bool:
@@ -184,7 +186,7 @@ class CodecScheduler:
         """Seconds until windows should run or sound that is held back must go out; None: there is nothing of either."""
         if any(r.empty for r in self._requests.values()):
             return 0.0
-        limits = [self._hold_limit(r) for r in self._requests.values() if r.held]
+        limits = [self._hold_limit(r) for r in self._requests.values() if r.unsent_seconds]
         free = self.running < self._limits.max_running
         ready = [(r, s) for r in self._requests.values() if (r.started or free) and (s := self._next(r)) is not None]
         if ready:
@@ -221,7 +223,7 @@ class CodecScheduler:
         """Whether the request's next window will be ready so soon that others should wait for it."""
         if not request.streaming or request.final or not request.codes:
             return False
-        missing = request.done + self._codes_for_next(request) - len(request.codes)
+        missing = request.num_decoded + self._codes_for_next(request) - len(request.codes)
         return 0 < missing <= _MUSTER_SECONDS / max(self.pace.free, 1e-3)
 
     # -------------------------------------------------------------------------------------------- windows
@@ -260,8 +262,8 @@ class CodecScheduler:
         if not request.streaming:
             count = len(request.codes)
             return Shape(0, count, count, True) if request.final else None
-        history = min(request.done, self._layout.history_blocks * self._layout.block_codes)
-        available, needed_codes = len(request.codes) - request.done, self._codes_for_next(request)
+        history = min(request.num_decoded, self._layout.history_blocks * self._layout.block_codes)
+        available, needed_codes = len(request.codes) - request.num_decoded, self._codes_for_next(request)
         if available >= needed_codes:
             return Shape(history, history + needed_codes, needed_codes - self.lookahead, False)
         return Shape(history, history + available, available, True) if request.final else None
@@ -289,7 +291,7 @@ class CodecScheduler:
 
     def _hold_limit(self, request: CodecRequest) -> float:
         """Seconds for which the request's sound may still be held back; infinite where none is."""
-        return request.first_code + self._limits.max_hold_seconds - self._clock() if request.held else INF
+        return request.first_code + self._limits.max_hold_seconds - self._clock() if request.unsent_seconds else INF
 
     def _stays_in_time(self, request: CodecRequest, now: float) -> bool:
         """Whether the next three windows of a player that starts now are expected before it runs dry.
@@ -305,7 +307,7 @@ class CodecScheduler:
             pace = Pace(len(request.codes), now - request.first_code)
         usual = self.pace if self.pace.known else pace
         later = pace.between(usual)
-        code_seconds = layout.code_seconds or request.held / request.done
+        code_seconds = layout.code_seconds or request.unsent_seconds / request.num_decoded
         block_seconds = layout.block_codes * code_seconds
         work = self._seconds_of(listeners, longest)
         codes_behind = longest * layout.block_codes - work * usual.beside
@@ -313,16 +315,16 @@ class CodecScheduler:
             return True
         others = min(request.others / max(now - request.first_code, 1e-9), 0.9)
         ready = others * request.others / max(request.others_count, 1)  # another batch may run when a window is ready
-        played, num_done, num_codes = request.held, request.done, float(len(request.codes))
+        played, num_done, num_codes = request.unsent_seconds, request.num_decoded, float(len(request.codes))
         beginners = sum(r.streaming and bool(r.codes) and r.dry_at is None for r in self._requests.values())
-        company = min(max(request.company, beginners), listeners)
+        windows = min(max(request.batch_windows, beginners), listeners)
         for index in range(request.windows, request.windows + 3):
             if request.final and num_done >= len(request.codes):
                 break
             size = self.chunk_blocks(index)
             num_done += size * layout.block_codes
             missing = 0.0 if request.final else max(0.0, num_done + self.lookahead - num_codes)
-            seconds = self._seconds_of(company, size)
+            seconds = self._seconds_of(windows, size)
             ready += pace.wait(missing, others) + seconds
             num_codes += missing + seconds * pace.beside
             if ready > _SAFETY * played:
@@ -372,7 +374,7 @@ class _Batch:
                 self._due = min(self._due, request.dry_at)
             else:
                 self._behind = True
-        start = request.done - shape.history
+        start = request.num_decoded - shape.history
         codes = tuple(request.codes[start : start + shape.length])
         self.windows.append(WindowPlan(request.request_id, codes, shape.history, shape.emit, shape.last))
         return True

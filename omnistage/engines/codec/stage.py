@@ -58,7 +58,7 @@ class CodecStage(BatchedStage[CodecInput, CodecParams]):
         if voice is not None and voice not in voices:
             hint = f"its voices: {', '.join(sorted(voices))}" if voices else "this model has a single voice"
             raise InvalidRequestError(f"unknown voice {voice!r}; {hint}", param="voice")
-        self._check_codes(payload.codes, known=0)
+        self._check_codes(payload.codes, earlier=0)
 
     def _add(self, stage_input: StageInput, params: CodecParams, payload: CodecInput) -> None:
         info, group = stage_input.info, self.component.group(params)
@@ -81,11 +81,11 @@ class CodecStage(BatchedStage[CodecInput, CodecParams]):
         self._check_codes(feed.codes, length)
         self._scheduler.extend(request_id, feed.codes, feed.final)
 
-    def _check_codes(self, codes: tuple[Code, ...], known: int) -> None:
+    def _check_codes(self, codes: tuple[Code, ...], earlier: int) -> None:
         layout = self.component.layout
-        if known + len(codes) > layout.max_codes:
+        if earlier + len(codes) > layout.max_codes:
             raise LimitExceededError(
-                f"the utterance has {known + len(codes)} codes and may have {layout.max_codes}; split the text"
+                f"the utterance has {earlier + len(codes)} codes and may have {layout.max_codes}; split the text"
             )
         size, count = layout.codebook_size, layout.num_codebooks
         for frame in codes:

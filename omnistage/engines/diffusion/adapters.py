@@ -45,7 +45,7 @@ def open_adapters(
         for path in pairs:
             if path not in layers.shapes:
                 raise AdapterError(f"{path} is not a linear layer of stage {name!r} that adapters can change")
-        return {path: layers.fitted(path, path, pair) for path, pair in pairs.items()}
+        return {path: layers.fit(path, path, pair) for path, pair in pairs.items()}
 
     library.open(read)
     cuda = weight.device.type == "cuda"

@@ -194,7 +194,7 @@ class ParallelDenoiseStage(RankedStage, DenoiseStage):
             raise self._ranks.fail(error) from error
 
     def _check_divisible(self, transformer: nn.Module, arguments: Mapping[str, object]) -> None:
-        """Refuse a forward that cannot be divided before other ranks hear of it."""
+        """Refuse a forward that cannot be divided before it is sent to the other ranks."""
         for part in plan_of(transformer, self._size).values():
             for name, split in part.items() if isinstance(part, Mapping) else ():
                 value = arguments.get(name) if isinstance(name, str) else None

@@ -23,7 +23,7 @@ from omnistage.engines.stage import BatchedStage
 class _Request:
     params: DiffusionParams
     priority: int
-    left: int = 0
+    pending: int = 0
     """Latents that wait."""
     complete: bool = False
     """No more will come."""
@@ -65,7 +65,7 @@ class DecodeStage(BatchedStage[Latents, DiffusionParams]):
     def _put(self, request_id: str, latents: Latents) -> None:
         request = self._requests[request_id]
         overtaken = self._queue.drop(request_id, lambda old: old.preview and old.index == latents.index)
-        request.left += 1 - overtaken
+        request.pending += 1 - overtaken
         request.complete = request.complete or latents.final
         # Pictures that are done go before previews of others.
         self._queue.put(request_id, latents, request.priority + (1 if latents.preview else 0))
@@ -92,7 +92,7 @@ class DecodeStage(BatchedStage[Latents, DiffusionParams]):
 
     def _emit(self, request_id: str, latents: Latents, result: np.ndarray | OmniError) -> StageChunk:
         request = self._requests[request_id]
-        request.left -= 1
+        request.pending -= 1
         if isinstance(result, OmniError):
             if latents.preview:  # the picture itself may still come out right
                 return StageChunk(request_id, self.name)
@@ -104,7 +104,7 @@ class DecodeStage(BatchedStage[Latents, DiffusionParams]):
             payload = VideoChunk(result, fps, latents.index, latents.preview, latents.seed)
         else:
             payload = ImageChunk(result, latents.index, latents.preview, latents.seed)
-        if request.complete and not request.left:
+        if request.complete and not request.pending:
             return self._finish(request_id, payload)
         return StageChunk(request_id, self.name, payload)
 
@@ -116,7 +116,7 @@ class DecodeStage(BatchedStage[Latents, DiffusionParams]):
         return StageStats(
             waiting=len(self._started) - running,
             running=running,
-            starved=sum(not request.left for request in list(self._requests.values())),
+            starved=sum(not request.pending for request in list(self._requests.values())),
             steps=self._steps,
             tokens=self._decoded,
         )

@@ -35,7 +35,7 @@ from omnistage.engines.streams import DeviceStream
 class RunnerOutput:
     """What a step gave, by lane; a failed lane is in `failed` only."""
 
-    moved: list[LaneKey] = field(default_factory=list)
+    advances: list[LaneKey] = field(default_factory=list)
     """Took a step."""
     finished: list[LaneKey] = field(default_factory=list)
     """Of those, the ones that are done."""
@@ -166,7 +166,7 @@ class DiffusionRunner:
                 if error is not None:
                     output.failed[key] = error
                     continue
-                output.moved.append(key)
+                output.advances.append(key)
                 if running.lane.done:
                     output.finished.append(key)
             self._wait_for_last_step()

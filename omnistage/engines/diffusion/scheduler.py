@@ -54,8 +54,8 @@ class DiffusionScheduler:
             key = LaneKey(request_id, index)
             self._lanes[key] = _Lane(key, self._turns.new(priority))
 
-    def opened(self, key: LaneKey, groups: Sequence[Hashable], tokens: int) -> None:
-        """A lane was opened, or moved on: the groups of its next rows, and what one of them costs."""
+    def set_next(self, key: LaneKey, groups: Sequence[Hashable], tokens: int) -> None:
+        """After a lane was opened, or has gone a step: the groups of its next rows, and what one of them costs."""
         lane = self._lanes[key]
         lane.groups, lane.tokens = tuple(groups), tokens
 

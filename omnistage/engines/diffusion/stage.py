@@ -112,7 +112,7 @@ class DenoiseStage(BatchedStage[Condition, DiffusionParams]):
         batch = self._scheduler.schedule()
         result = self._runner.execute(batch)
         self._steps += 1
-        self._lane_steps += len(result.moved)
+        self._lane_steps += len(result.advances)
         return chunks + self._mark_started(key.request_id for key in batch) + self._emit(result)
 
     def has_work(self) -> bool:
@@ -146,7 +146,7 @@ class DenoiseStage(BatchedStage[Condition, DiffusionParams]):
             except BaseException as error:  # the boundary of one request's preparation
                 chunks.append(self._fail(key.request_id, stage_failure(error, "preparing a picture")))
                 continue
-            self._scheduler.opened(key, groups, tokens)
+            self._scheduler.set_next(key, groups, tokens)
             self._requests[key.request_id].steps_of[key.index] = self._runner.progress(key)[1]
         return chunks
 
@@ -155,7 +155,7 @@ class DenoiseStage(BatchedStage[Condition, DiffusionParams]):
         for key, error in result.failed.items():
             if key.request_id in self._requests:
                 chunks.append(self._fail(key.request_id, error))
-        moved_keys = [key for key in result.moved if key.request_id in self._requests]
+        moved_keys = [key for key in result.advances if key.request_id in self._requests]
         chunks += self._progress(moved_keys)
         finished = set(result.finished)
         for key in moved_keys:
@@ -178,7 +178,7 @@ class DenoiseStage(BatchedStage[Condition, DiffusionParams]):
     def _next_of(self, key: LaneKey) -> list[StageChunk]:
         """Set a lane's next step; its preview, where one is due."""
         try:
-            self._scheduler.opened(key, self._runner.groups(key), self._runner.tokens(key))
+            self._scheduler.set_next(key, self._runner.groups(key), self._runner.tokens(key))
         except BaseException as error:  # the boundary of one request's next step
             return [self._fail(key.request_id, stage_failure(error, "preparing a step"))]
         every = self._requests[key.request_id].params.preview_every
@@ -208,9 +208,9 @@ class DenoiseStage(BatchedStage[Condition, DiffusionParams]):
             return
         fits = self._fitting(width, height, num_frames)
         frames = f" with {num_frames} frames" if num_frames > 1 else ""
-        advice = f"about {fits} would fit, or raise" if fits else "request less, or raise"
+        hint = f"about {fits} would fit, or raise" if fits else "request less, or raise"
         raise CapacityError(
-            f"{width}x{height}{frames} is {tokens} latent patches, over the budget of {limit}; {advice} "
+            f"{width}x{height}{frames} is {tokens} latent patches, over the budget of {limit}; {hint} "
             f"{self.name}.max_batch_tokens",
             param="width",
         )

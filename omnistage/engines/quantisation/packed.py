@@ -63,7 +63,7 @@ class PackedInt8Linear(nn.Linear):
 
 
 def pack_linear(layer: nn.Linear) -> None:
-    """Make a linear layer a `PackedInt8Linear`, in place: whoever holds it computes with integers from now on."""
+    """Make a linear layer a `PackedInt8Linear`, in place: all references to it compute with integers from now on."""
     values, scale = int8_rows(layer.weight.detach())
     zeros = torch.zeros(len(scale), dtype=torch.int64)
     engine = torch.backends.quantized.engine

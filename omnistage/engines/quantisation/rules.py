@@ -25,10 +25,10 @@ _KEPT_IN_DITS = re.compile(r"(^|[._])(norm\w*|mod|modulation|adaln\w*)([._]|$)",
 
 
 def layers_to_quantise(
-    network: nn.Module, config: QuantizeConfig, *, dit: bool, kept: Sequence[str] = ()
+    network: nn.Module, config: QuantizeConfig, *, dit: bool, full_precision: Sequence[str] = ()
 ) -> dict[str, nn.Module]:
-    """Linear layers and layers of experts by name. `kept` are patterns of the family; the first and the last block of a
-    DiT stay, too.
+    """Linear layers and layers of experts by name. What matches `full_precision`, and the first
+    and the last block of a DiT, are left out.
 
     Raises for weights of experts that no scheme quantises: most of the model would silently stay.
     """
@@ -36,7 +36,7 @@ def layers_to_quantise(
     if config.only is not None:
         only = re.compile("|".join(config.only)) if config.only else None
         return {name: layer for name, layer in layers.items() if only is not None and only.search(name)}
-    selected = _defaults(layers, kept, dit=dit)
+    selected = _defaults(layers, full_precision, dit=dit)
     include, exclude = _joined(config.include), _joined(config.exclude)
     selected |= {name: layer for name, layer in layers.items() if include is not None and include.search(name)}
     if exclude is not None:

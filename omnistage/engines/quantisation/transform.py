@@ -74,7 +74,7 @@ class Quantiser:
     config: QuantizeConfig
     diffusion: bool
     """The stage's engine is the diffusion engine: DiTs are quantised, and text encoders where the stage is named."""
-    kept: Sequence[str] = ()
+    full_precision: Sequence[str] = ()
     """Patterns of the family."""
     merge: bool = True
     layers: list[str] = field(default_factory=list)
@@ -87,7 +87,9 @@ class Quantiser:
             return {}  # a VAE
         if self.diffusion and text and not self.config.required:
             return {}
-        layers = layers_to_quantise(network, self.config, dit=self.diffusion and not text, kept=self.kept)
+        layers = layers_to_quantise(
+            network, self.config, dit=self.diffusion and not text, full_precision=self.full_precision
+        )
         return {name: layer for name, layer in layers.items() if _fits(layer, self.config)}
 
     def apply(self, network: nn.Module, device: torch.device) -> None:

@@ -17,7 +17,7 @@ from omnistage.config.remote import RemoteStageConfig
 from omnistage.core.errors import ConfigError, OmniError
 from omnistage.core.failures import log_defect, stage_failure
 from omnistage.core.http_client import Address, BrokenResponseError, Client, EventReader
-from omnistage.engines.remote.failures import broken, status_error, too_slow, unreachable
+from omnistage.engines.remote.failures import broken_response, status_error, too_slow, unreachable
 from omnistage.engines.remote.server_process import STOP_SECONDS, ServerProcess
 
 _log = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class RemoteConnection:
             raise too_slow(self._stage, seconds, started=started) from None
         except BrokenResponseError:
             self._check_now.set()
-            raise broken(self._stage) from None
+            raise broken_response(self._stage) from None
         except OSError:  # there is no connection; whether the server is away, the check will say
             self._check_now.set()
             raise unreachable(self._stage) from None

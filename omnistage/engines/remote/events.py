@@ -26,7 +26,7 @@ _MIN_LOGPROB = -9999.0
 @dataclass(slots=True)
 class _Answer:
     announced: bool = False
-    listed: int = 0
+    num_listed: int = 0
     """Tokens whose ids came."""
     finish: FinishReason | None = None
     calls: dict[int, list[str]] = field(default_factory=dict)
@@ -68,7 +68,10 @@ class StreamReader:
         if any(answer.finish is None for answer in self._answers):
             raise BrokenResponseError("the stream ended before the answer did")
         details = self._usage.get("prompt_tokens_details")
-        num_reported, num_listed = _count(self._usage, "completion_tokens"), sum(each.listed for each in self._answers)
+        num_reported, num_listed = (
+            _count(self._usage, "completion_tokens"),
+            sum(each.num_listed for each in self._answers),
+        )
         for index, answer in enumerate(self._answers):
             payload = TokenChunk(
                 text=call_text([(name, arguments) for name, arguments in answer.calls.values()]),
@@ -102,7 +105,7 @@ class StreamReader:
             ended_by = stop if isinstance(stop, int) else None
         if not text and not ids and not logprobs:
             return None
-        answer.listed += len(ids)
+        answer.num_listed += len(ids)
         prompt, answer.announced = (None if answer.announced else self._prompt), True
         reason_to_stop = stop if isinstance(stop, int | str) else None
         payload = TokenChunk(ids, text, logprobs, prompt=prompt, ended_by=ended_by, stop_reason=reason_to_stop)

@@ -50,7 +50,7 @@ def unreachable(stage: str) -> OmniError:
     return StageUnavailableError(f"the server of stage {stage!r} cannot be reached; try again later")
 
 
-def broken(stage: str) -> OmniError:
+def broken_response(stage: str) -> OmniError:
     return RemoteError(
         f"the server of stage {stage!r} broke the response off, or sent what is none; send the request again"
     )

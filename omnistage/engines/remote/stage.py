@@ -19,7 +19,7 @@ from omnistage.engines.ageing import AGEING_STEPS
 from omnistage.engines.diffusion.request_queue import RequestQueue
 from omnistage.engines.remote.connection import AWAY, RemoteConnection
 from omnistage.engines.remote.events import StreamReader
-from omnistage.engines.remote.failures import broken, unreachable
+from omnistage.engines.remote.failures import broken_response, unreachable
 from omnistage.engines.remote.wire import Body, RemotePayload, check_params, check_payload, request_body
 from omnistage.engines.stage import BatchedStage
 
@@ -143,13 +143,13 @@ class RemoteStage(BatchedStage[RemotePayload, SamplingParams]):
             self.wake()
 
     def _take(self, request_id: str, call: _Call, event: object) -> list[StageChunk]:
-        """The chunks of one event; the end of the request where it is the last, or broken."""
+        """The chunks of one event; the end of the request where it is the last, or the response is broken."""
         if isinstance(event, OmniError):
             return [self._fail_call(request_id, event)]
         try:
             chunks = list(call.reader.end() if event is None else call.reader.read(event))
         except BrokenResponseError:
-            return [self._fail_call(request_id, broken(self.name))]
+            return [self._fail_call(request_id, broken_response(self.name))]
         except Exception as error:  # the boundary of one request: what breaks in it ends it alone
             return [self._fail_call(request_id, stage_failure(error, f"a response in stage {self.name!r}"))]
         for chunk in chunks:

@@ -49,6 +49,8 @@ class DiffusersEncoder(PromptEncoder):
     """`max_sequence_length` where a request does not say."""
     max_text_tokens: ClassVar[int | None] = None
     """The largest `max_sequence_length`; None: any."""
+    default_guidance: ClassVar[float] = 0.0
+    """Where a request does not say; at most 1 is none."""
     no_strength: ClassVar[str | None] = None
     """Why a request may set no `strength`; None: it may."""
 
@@ -130,7 +132,7 @@ class DiffusersEncoder(PromptEncoder):
 
     def guided(self, params: DiffusionParams) -> bool:
         """Whether a second text guides away from what is drawn."""
-        return False
+        return default_to(params.guidance, self.default_guidance) > 1
 
     def jobs(self, payload: DiffusionInput, params: DiffusionParams) -> Sequence[EncodeJob]:
         texts = [payload.prompt, params.negative_prompt or ""][: 2 if self.guided(params) else 1]

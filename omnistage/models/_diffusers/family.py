@@ -24,6 +24,7 @@ def drawing_family(
     variants: tuple[str, ...] = (),
     aliases: tuple[str, ...] = (),
     full_precision: tuple[str, ...] = (),
+    verify: str = "Reference.run",
 ) -> Family:
     """A family in the folder `models/<name>`: its `components`, `tiny` and `verify` are imported on first use.
 
@@ -42,7 +43,7 @@ def drawing_family(
         bridges=bridges or {},
         processor=processor or (lambda model: drawing(takes_images=takes_images(model))),
         tiny=lazy(f"{name}.tiny", "write"),
-        verify=lazy(f"{name}.verify", "run"),
+        verify=lazy(f"{name}.verify", verify),
         variants=variants,
         aliases=aliases,
         plans_memory=True,

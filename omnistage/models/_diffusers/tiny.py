@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,35 +110,50 @@ def write_model(folder: Path, tiny: TinyModel, *, seed: int, dtype: torch.dtype)
         model.save_config(folder)
 
 
-def write_checkpoint(
-    folder: Path,
-    pipeline: str,
-    models: Mapping[str, TinyModel],
-    others: Mapping[str, TinyPart | None],
-    *,
-    seed: int,
-    scale: float,
-    progress: Progress | None,
-    order: Sequence[str] | None = None,
-    **settings: object,
-) -> None:
-    """Write all parts and model_index.json, which names them in `order` (by name) and has the `settings` beside them.
+@dataclass(frozen=True, slots=True, eq=False)
+class TinyPipeline:
+    """A checkpoint: the class of diffusers that it is for, and its parts."""
 
-    `others` are tokenizers, processors and the scheduler; None for a part that the pipeline knows and this checkpoint
-    lacks.
-    """
+    cls: str
+    models: Mapping[str, TinyModel]
+    others: Mapping[str, TinyPart | None]
+    """Tokenizers, processors and the scheduler; None for a part that the pipeline knows and this checkpoint lacks."""
+    order: Sequence[str] | None = None
+    """Of the parts in model_index.json: by name, unless said."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Of model_index.json, beside the parts."""
+
+
+def writer(describe: Callable[[float, str], TinyPipeline], variants: Iterable[str] = ("",)) -> Callable[..., None]:
+    """A family's `tiny`. `describe` gives the checkpoint of a scale and of one of the variants; the first is usual."""
+    usual = next(iter(variants))
+
+    def write(
+        folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress | None = None, variant: str = usual
+    ) -> None:
+        """Write the checkpoint into `folder`, which must be new or empty."""
+        common.start(folder, scale, variant, variants)
+        write_checkpoint(folder, describe(scale, variant), seed, scale, progress)
+
+    return write
+
+
+def write_checkpoint(
+    folder: Path, pipeline: TinyPipeline, seed: int, scale: float, progress: Progress | None = None
+) -> None:
+    """Write all parts and model_index.json."""
     report = progress or (lambda _what, _done: None)
-    for index_of_model, (name, model) in enumerate(models.items()):
-        report(f"writing {name}", index_of_model / len(models))
+    index: dict[str, tuple[str, str] | None] = {}
+    for number, (name, model) in enumerate(pipeline.models.items()):
+        report(f"writing {name}", number / len(pipeline.models))
         write_model(folder / name, model, seed=seed, dtype=stored_dtype(scale))
-    index: dict[str, tuple[str, str] | None] = {
-        name: (library_of(model.module), type(model.module).__name__) for name, model in models.items()
-    }
-    for name, part in others.items():
+        index[name] = library_of(model.module), type(model.module).__name__
+    for name, part in pipeline.others.items():
         index[name] = None if part is None else (part.library, part.cls)
         if part is not None:
             part.write(folder / name)
-    write_index(folder, pipeline, {name: index[name] for name in order or sorted(index)}, **settings)
+    order = pipeline.order or sorted(index)
+    write_index(folder, pipeline.cls, {name: index[name] for name in order}, **pipeline.settings)
     report("checkpoint written", 1.0)
 
 
@@ -314,6 +329,24 @@ def t5(scale: float, kind: str = "T5", vocab: tuple[int, int] = (1280, 32128)) -
 
 def t5_width(scale: float) -> int:
     return between(scale, (64, 4096), 64)
+
+
+def decoder_sizes(
+    scale: float, ids: Mapping[str, int], *, vocab: int, hidden: int, feed_forward: int, layers: tuple[int, int]
+) -> dict[str, Any]:
+    """Settings of a Llama or its relatives; the sizes are those of scale 1, `layers` also that of scale 0."""
+    heads = between(scale, (2, 32), 2)
+    return {
+        "vocab_size": between(scale, (1024, vocab), 64),
+        "hidden_size": between(scale, (32, hidden), 32),
+        "intermediate_size": between(scale, (64, feed_forward), 32),
+        "num_hidden_layers": between(scale, layers),
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(heads // 4, 1),
+        "bos_token_id": None,
+        "eos_token_id": ids["<|im_end|>"],
+        "pad_token_id": ids["<|endoftext|>"],
+    }
 
 
 def autoencoder(scale: float, *, scaling_factor: float, **settings: object) -> nn.Module:

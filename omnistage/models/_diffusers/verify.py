@@ -64,6 +64,9 @@ class DiffusionResult:
 class DiffusersReference(ABC):
     """diffusers' own pipelines over one set of weights, in float32 on the CPU."""
 
+    text_tokens: int | None = None
+    """`max_sequence_length` of all `kinds` that do not set it; None: the pipeline's own."""
+
     def __init__(self, folder: Path, pipeline: str = "DiffusionPipeline", absent: Sequence[str] = ()) -> None:
         """`absent` are parts that the checkpoint lacks, which diffusers must be given as None."""
         cls = getattr(diffusers(), pipeline)
@@ -82,9 +85,20 @@ class DiffusersReference(ABC):
     def __call__(self, case: Case) -> DiffusionResult:
         """What diffusers draws for a case."""
 
-    @abstractmethod
     def cases(self, count: int, seed: int) -> list[Case]:
         """Small requests of every kind that the checkpoint takes, in turn."""
+        return [self.case(number, seed) for number in range(count)]
+
+    def case(self, number: int, seed: int) -> Case:
+        kinds = self.kinds(seed)
+        name, payload, settings = kinds[number % len(kinds)]
+        usual = {} if self.text_tokens is None else {"max_sequence_length": self.text_tokens}
+        params = DiffusionParams.parse({**usual, **settings, "seed": seed + number})
+        return Case(f"{name} {number + 1}", payload, params)
+
+    def kinds(self, seed: int) -> Sequence[Kind]:
+        """What `case` makes its cases of, in turn."""
+        raise NotImplementedError
 
     def variant(self, pipeline: str, leave_out: Sequence[str] = (), **settings: object) -> DiffusionPipeline:
         """Another pipeline class over the same parts."""
@@ -95,7 +109,15 @@ class DiffusersReference(ABC):
         """Pixels of latents `[1, ...]` as the transformer gives them."""
         vae = self.pipe.vae
         decoded = vae.decode(latents / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False)[0]
+        return self.picture(decoded)
+
+    def picture(self, decoded: Tensor) -> np.ndarray:
+        """Pixels of what the VAE has decoded."""
         return to_uint8(self.pipe.image_processor.postprocess(decoded, output_type="np")[0])
+
+    def video(self, decoded: Tensor) -> np.ndarray:
+        """Frames of what the VAE has decoded."""
+        return to_uint8(self.pipe.video_processor.postprocess_video(decoded, output_type="np")[0])
 
     @staticmethod
     def _quiet(pipe: DiffusionPipeline) -> DiffusionPipeline:
@@ -124,16 +146,6 @@ def call_arguments(pipe: DiffusionPipeline, params: DiffusionParams) -> dict[str
 def to_uint8(pixels: np.ndarray) -> np.ndarray:
     """`uint8` of pixels in 0..1."""
     return (pixels * 255).round().astype(np.uint8)
-
-
-def cases_of(kinds: Sequence[Kind], count: int, seed: int, **options: object) -> list[Case]:
-    """`count` cases that go through the kinds in turn; `options` are for all of them."""
-    cases = []
-    for number in range(count):
-        name, payload, settings = kinds[number % len(kinds)]
-        params = DiffusionParams.parse({**options, **settings, "seed": seed + number})
-        cases.append(Case(f"{name} {number + 1}", payload, params))
-    return cases
 
 
 def numbered_case(number: int, seed: int, images: Sequence[np.ndarray], **options: object) -> Case:

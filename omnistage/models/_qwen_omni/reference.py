@@ -34,16 +34,16 @@ class OmniReference:
         """The stock processor's tensors for a chat, and whether videos bring their sound."""
         return stock_inputs(self.processor, messages)
 
-    def spoken(
+    def run_spoken(
         self,
         codec: torch.nn.Module,
         read_codes: Callable[[torch.Tensor], list[Code]],
         generate: Callable[[], tuple[torch.Tensor, torch.Tensor]],
-        written: Callable[[], ReferenceOutput],
+        generate_text: Callable[[], ReferenceOutput],
         length: int,
     ) -> ReferenceOutput:
-        """What `generate` says after a prompt of that length, with the codes that reach the vocoder; `written` is its
-        answer in text alone."""
+        """What `generate` says after a prompt of that length, with the codes that reach the vocoder; `generate_text`
+        gives its answer in text alone."""
         codes: list[list[Code]] = []
 
         def note_codes(_module: object, args: tuple[Any, ...], _kwargs: object) -> None:
@@ -54,7 +54,7 @@ class OmniReference:
             sequences, wave = generate()
         except (RuntimeError, ValueError):
             # It fails on a reply of a single token, for which the talker has no row, and on speech without a code.
-            answer = written()
+            answer = generate_text()
             if len(answer.token_ids) != 1 and codes != self.silent:
                 raise
             return answer

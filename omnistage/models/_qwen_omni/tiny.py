@@ -17,7 +17,7 @@ _THINK = (
 
 
 def token_attributes(image: str, audio: str, video: str, *spans: str) -> dict[str, str]:
-    """Tokens by the names that processors have for them; `spans` begin and end what is seen, then what is heard."""
+    """Tokens by the names that processors have for them; `spans` begin and end images and videos, then audio."""
     names = ("vision_bos_token", "vision_eos_token", "audio_bos_token", "audio_eos_token")
     return {"image_token": image, "audio_token": audio, "video_token": video, **dict(zip(names, spans, strict=True))}
 

@@ -129,8 +129,8 @@ def _same(model: PreTrainedModel, prompts: Sequence[Prompt], expected: Sequence[
     sequences = [GeneratedSequence(model, inputs) for _, inputs in prompts]
     for step in range(NEW_TOKENS):
         for (ids, _), sequence, (tokens, logits) in zip(prompts, sequences, expected, strict=True):
-            got = sequence.forward(tokens[step - 1, None] if step else ids)
-            if not difference(got, logits[step]) < _TOLERANCE:
+            row = sequence.forward(tokens[step - 1, None] if step else ids)
+            if not difference(row, logits[step]) < _TOLERANCE:
                 return False
     return True
 
@@ -198,8 +198,8 @@ class GeneratedSequence(OwnSequence):
 
     def num_bytes(self) -> int:
         """Of its cache."""
-        held = [item for item in self._arguments.values() if not isinstance(item, torch.Tensor)]  # no masks
-        storages = [tensor.untyped_storage() for tensor in _tensors(held, set())]
+        items = [item for item in self._arguments.values() if not isinstance(item, torch.Tensor)]  # no masks
+        storages = [tensor.untyped_storage() for tensor in _tensors(items, set())]
         return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
@@ -207,34 +207,34 @@ def _prepared(
     model: PreTrainedModel, ids: torch.Tensor, inputs: Inputs
 ) -> tuple[PreTrainedModel, torch.Tensor, dict[str, Any]]:
     """What `generate` hands to its loop for a prompt `[1, n]`: the model, the first ids, and a new cache above all."""
-    found: list[tuple[PreTrainedModel, torch.Tensor, dict[str, Any]]] = []
+    calls: list[tuple[PreTrainedModel, torch.Tensor, dict[str, Any]]] = []
 
     def take(model: PreTrainedModel, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
         for name in ("logits_processor", "stopping_criteria", "generation_config"):
             options.pop(name, None)
-        found.append((model, input_ids, options))
+        calls.append((model, input_ids, options))
         return input_ids
 
     # With 1 new token a cache may be made too short: none of the dynamic ones is, and only these are used here.
     model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), custom_generate=take, max_new_tokens=1, **inputs)
-    return found[0]
+    return calls[0]
 
 
-def _tensors(item: object, seen: set[int]) -> Iterator[torch.Tensor]:
+def _tensors(item: object, visited: set[int]) -> Iterator[torch.Tensor]:
     """All tensors that an object holds, in whatever it is made of; networks are left out."""
-    if id(item) in seen or isinstance(item, (nn.Module, transformers.PreTrainedConfig)):
+    if id(item) in visited or isinstance(item, (nn.Module, transformers.PreTrainedConfig)):
         return
-    seen.add(id(item))
+    visited.add(id(item))
     if isinstance(item, torch.Tensor):
         yield item
     elif isinstance(item, dict):
         for value in item.values():
-            yield from _tensors(value, seen)
+            yield from _tensors(value, visited)
     elif isinstance(item, (list, tuple, set)):
         for value in item:
-            yield from _tensors(value, seen)
+            yield from _tensors(value, visited)
     elif hasattr(item, "__dict__"):
-        yield from _tensors(vars(item), seen)
+        yield from _tensors(vars(item), visited)
 
 
 def _planned_state(model: PreTrainedModel, config: Any) -> OwnState:
@@ -245,8 +245,8 @@ def _planned_state(model: PreTrainedModel, config: Any) -> OwnState:
             for length in (8, 16):
                 ids = torch.zeros(1, length, dtype=torch.int64, device="meta")
                 out = model(input_ids=ids, use_cache=True, return_dict=True)
-                held = [t for t in _tensors(dict(out), set()) if t is not out.logits]
-                sizes.append(sum(t.numel() * t.element_size() for t in held))
+                tensors = [t for t in _tensors(dict(out), set()) if t is not out.logits]
+                sizes.append(sum(t.numel() * t.element_size() for t in tensors))
     except MODEL_ERRORS:
         layers = getattr(config, "num_hidden_layers", 32)
         row = int(layers) * positive(config, "hidden_size") * model.dtype.itemsize

@@ -165,8 +165,8 @@ class OwnForwardLM(OwnModelLM):
                 )
             ids = torch.arange(window + 9, device=self.device) % vocab_size
             whole = self.model(input_ids=ids[None], use_cache=False).logits[0, -1:]
-            got = self._run([ids], [ids[:1]], True, dtype)
-            if not difference(got[0][0], whole[0]) < tolerance:
+            ours = self._run([ids], [ids[:1]], True, dtype)
+            if not difference(ours[0][0], whole[0]) < tolerance:
                 raise UnsupportedModelError(
                     f"{type(self.model).__name__} keeps {window} tokens in its cache, but its mask shows others"
                 )
@@ -183,11 +183,11 @@ class OwnForwardLM(OwnModelLM):
             ),
         )
         slots = [np.arange(size) + number * size for number in range(len(prompts))]
-        got: list[list[torch.Tensor]] = []
+        results: list[list[torch.Tensor]] = []
         for ids, own in zip(prompts, slots, strict=True):
             for part, end in ((ids[:-_CUT], len(ids) - _CUT), (ids[-_CUT:], len(ids))):
                 logits = self.forward_group(part[None], Group.of(len(part), [end], [own], self.device))
-            got.append([logits[0]])
+            results.append([logits[0]])
         alike = (
             [range(len(prompts))] if padded else [[i for i, p in enumerate(prompts) if len(p) == n] for n in _PROMPTS]
         )
@@ -197,11 +197,11 @@ class OwnForwardLM(OwnModelLM):
                 lengths = [len(prompts[i]) + step + 1 for i in group]
                 logits = self.forward_group(ids, Group.of(1, lengths, [slots[i] for i in group], self.device))
                 for i, row in zip(group, logits, strict=True):
-                    if len(got[i]) < step + 2:
-                        got[i].append(row)
-        return got
+                    if len(results[i]) < step + 2:
+                        results[i].append(row)
+        return results
 
 
-def _largest_difference(got: Sequence[Sequence[torch.Tensor]], expected: Sequence[Generated]) -> float:
-    pairs = [pair for mine, (_, theirs) in zip(got, expected, strict=True) for pair in zip(mine, theirs, strict=True)]
+def _largest_difference(ours: Sequence[Sequence[torch.Tensor]], expected: Sequence[Generated]) -> float:
+    pairs = [pair for mine, (_, theirs) in zip(ours, expected, strict=True) for pair in zip(mine, theirs, strict=True)]
     return max(difference(mine, theirs) for mine, theirs in pairs)

@@ -29,17 +29,17 @@ class PooledLayer(transformers.cache_utils.DynamicLayer):  # type: ignore[misc]
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_options: Any) -> Any:
         """`[B, heads, count, d]` in, `[B, heads, kept, d]` out."""
         group = self._group
-        slots = group.slots[:, group.longest - self._kept() :]
+        slots = group.slots[:, group.longest - self._length() :]
         both = []
         for pool, new in zip(self._pool, (key_states, value_states), strict=True):
             pool.index_copy_(0, group.new_slots(), new.transpose(1, 2).reshape(-1, *pool.shape[1:]))
-            kept = pool.index_select(0, slots.reshape(-1)).view(*slots.shape, *pool.shape[1:])
-            both.append(kept.transpose(1, 2).contiguous())
+            rows = pool.index_select(0, slots.reshape(-1)).view(*slots.shape, *pool.shape[1:])
+            both.append(rows.transpose(1, 2).contiguous())
         self.keys, self.values = both
         self.is_initialized = True
         return self.keys, self.values
 
-    def _kept(self) -> int:
+    def _length(self) -> int:
         """Of the longest sequence: all, or what transformers' own cache keeps with a window."""
         group = self._group
         return group.longest if self._window is None else min(group.longest, self._window - 1 + group.count)
@@ -49,7 +49,7 @@ class PooledLayer(transformers.cache_utils.DynamicLayer):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         del query_length
-        return self._kept(), self._group.longest - self._kept()
+        return self._length(), self._group.longest - self._length()
 
 
 def counts_in_cache(model: PreTrainedModel) -> bool:

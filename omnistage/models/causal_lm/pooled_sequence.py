@@ -80,8 +80,8 @@ class PooledSequence(GeneratedSequence, GroupedSequence):
             raise InternalError(f"a prompt of {len(token_ids)} tokens takes {count} in the cache")
         cache = _growing(self.cache)
         group = Group.of(count, [count], [slots], token_ids.device)
-        made = list(cache.layers)
-        cache.layers = _layers(self.plan, self.pools(), group, _padded(made, len(self.plan.places)))
+        layers = list(cache.layers)
+        cache.layers = _layers(self.plan, self.pools(), group, _padded(layers, len(self.plan.places)))
         logits = self.accept(self._model(**inputs, return_dict=True))
         self.length = count
         between = _LengthLayer(self)
@@ -151,10 +151,10 @@ def _places(layers: Sequence[Any], before: Sequence[int], new: int, name: str) -
     kinds = transformers.cache_utils.DynamicLayer, transformers.cache_utils.DynamicSlidingWindowLayer
     places = list[CachePlace | None]()
     for layer, length in zip(layers, before, strict=True):
-        grown = _length(layer) - length
-        if grown not in (0, new) or (_length(layer) and type(layer) not in kinds):
+        growth = _length(layer) - length
+        if growth not in (0, new) or (_length(layer) and type(layer) not in kinds):
             raise UnsupportedModelError(f"{name} caches more than keys and values")
-        if not grown:
+        if not growth:
             places.append(None)
             continue
         window = layer.sliding_window if layer.is_sliding else None
@@ -190,15 +190,15 @@ def _padded(layers: list[Any], count: int) -> list[Any]:
     return layers + [transformers.cache_utils.DynamicLayer() for _ in range(count - len(layers))]
 
 
-def _layers(plan: CachePlan, caches: Sequence[KVCache], group: Group, held: Sequence[Any]) -> list[Any]:
+def _layers(plan: CachePlan, caches: Sequence[KVCache], group: Group, layers: Sequence[Any]) -> list[Any]:
     pools: Iterator[KVCache] = iter(caches)
     return [
         layer if place is None else PooledLayer(next(pools), group, place[3])
-        for layer, place in zip(held, plan.places, strict=True)
+        for layer, place in zip(layers, plan.places, strict=True)
     ]
 
 
-def _held(layers: Sequence[Any]) -> Any:
+def _join_layers(layers: Sequence[Any]) -> Any:
     """One layer that sequences keep, as that of their batch; shorter ones are filled up with zeros behind."""
     if not _length(layers[0]):
         return layers[0]
@@ -211,18 +211,18 @@ def _held(layers: Sequence[Any]) -> Any:
 
 def _batch_cache(sequences: Sequence[PooledSequence], group: Group) -> Any:
     first = sequences[0]
-    grown = [_growing(sequence.cache).layers for sequence in sequences]
+    own_layers = [_growing(sequence.cache).layers for sequence in sequences]
     cache = transformers.DynamicCache()
-    held = [
-        _held(layers) if place is None else None
-        for layers, place in zip(zip(*grown, strict=True), first.plan.places, strict=True)
+    joined = [
+        _join_layers(layers) if place is None else None
+        for layers, place in zip(zip(*own_layers, strict=True), first.plan.places, strict=True)
     ]
-    cache.layers = _layers(first.plan, first.pools(), group, held)
+    cache.layers = _layers(first.plan, first.pools(), group, joined)
     if not isinstance(first.cache, transformers.EncoderDecoderCache):
         return cache
     cross = transformers.DynamicCache()
     theirs = [sequence.cache.cross_attention_cache.layers for sequence in sequences]
-    cross.layers = [_held(layers) for layers in zip(*theirs, strict=True)]
+    cross.layers = [_join_layers(layers) for layers in zip(*theirs, strict=True)]
     return transformers.EncoderDecoderCache(cache, cross)
 
 
@@ -247,12 +247,12 @@ def _kind(sequence: PooledSequence, inputs: dict[str, Any]) -> Hashable:
             parts.append((name, value.shape))
         else:
             parts.append((name, value if isinstance(value, bool | int | float | str | None) else id(value)))
-    held = [
+    shapes = [
         None if not _length(layer) else layer.keys.shape
         for layer, place in zip(_growing(sequence.cache).layers, sequence.plan.places, strict=True)
         if place is None
     ]
-    return (*parts, *held)
+    return (*parts, *shapes)
 
 
 def _merged(

@@ -218,15 +218,15 @@ def _paged_logits(component: ARComponent, wide: bool) -> torch.Tensor:
 @contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
     """Run `model` in float32, with the weights of one module converted at a time: no second copy of all of them."""
-    handles, held = [], {}
+    handles, originals = [], {}
 
     def widen(module: nn.Module, _args: object) -> None:
-        held[module] = module._parameters, module._buffers
+        originals[module] = module._parameters, module._buffers
         module._parameters = {name: module._parameters[name] for name in module._parameters}
         module._buffers = {name: module._buffers[name] for name in module._buffers}
 
     def restore(module: nn.Module, _args: object, _output: object) -> None:
-        module._parameters, module._buffers = held.pop(module)
+        module._parameters, module._buffers = originals.pop(module)
 
     modules: list[nn.Module] = []
     if any(p.dtype in _NARROW for p in model.parameters()):

@@ -36,14 +36,14 @@ class _Call:
 class _WatchedCache(transformers.DynamicCache):  # type: ignore[misc]
     """transformers' cache, that says when a recurrent state is written."""
 
-    written: Callable[[int], None]
+    on_write: Callable[[int], None]
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **options: Any) -> torch.Tensor:
-        self.written(layer_idx)
+        self.on_write(layer_idx)
         return super().update_conv_state(conv_states, layer_idx, *args, **options)  # type: ignore[no-any-return]
 
     def update_recurrent_state(self, states: torch.Tensor, layer_idx: int, *args: Any, **options: Any) -> torch.Tensor:
-        self.written(layer_idx)
+        self.on_write(layer_idx)
         return super().update_recurrent_state(states, layer_idx, *args, **options)  # type: ignore[no-any-return]
 
 
@@ -83,7 +83,7 @@ def _linear_layer() -> type:
 def _recurrent_calls(model: PreTrainedModel, cache: _WatchedCache, vocab_size: int) -> list[tuple[int, _Call]]:
     """The modules that write states, in order, each with its layer: those that were running when they were written."""
     running: list[_Call] = []
-    found: dict[nn.Module, tuple[int, _Call]] = {}
+    calls: dict[nn.Module, tuple[int, _Call]] = {}
 
     def enter(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         names = list(inspect.signature(type(module).forward).parameters)[1:]
@@ -97,15 +97,15 @@ def _recurrent_calls(model: PreTrainedModel, cache: _WatchedCache, vocab_size: i
     for module in model.modules():
         handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(module.register_forward_hook(leave, always_call=True))
-    cache.written = lambda layer: found.setdefault(running[-1].module, (layer, running[-1]))  # type: ignore[assignment]
-    taken = next(name for name in CACHES if name in inspect.signature(model.forward).parameters)
+    cache.on_write = lambda layer: calls.setdefault(running[-1].module, (layer, running[-1]))  # type: ignore[assignment]
+    argument = next(name for name in CACHES if name in inspect.signature(model.forward).parameters)
     ids = torch.arange(_TOKENS, device=model.device)[None] % vocab_size
     try:
-        model(input_ids=ids, use_cache=True, **{taken: cache})
+        model(input_ids=ids, use_cache=True, **{argument: cache})
     finally:
         for handle in handles:
             handle.remove()
-    return list(found.values())
+    return list(calls.values())
 
 
 def _states_of(call: _Call, layer: int, watched: _WatchedCache, dtype: torch.dtype) -> LayerStates:
@@ -127,11 +127,11 @@ def _states_of(call: _Call, layer: int, watched: _WatchedCache, dtype: torch.dty
             raise UnsupportedModelError(f"{name} gives more than hidden states, so its sequences cannot be taken apart")
         return torch.cat(outputs, dim=1), cache.layers[layer]
 
-    _out, kept = run(rows)
+    _out, states = run(rows)
     shapes = tuple(
         StateShape(kind, index, tuple(state.shape[1:]), dtype if state.dtype == rows.dtype else state.dtype)
         for kind in ("conv_states", "recurrent_states")
-        for index, state in getattr(kept, kind).items()
+        for index, state in getattr(states, kind).items()
         if state is not None
     )
     if rows.device.type == "meta":
@@ -139,12 +139,14 @@ def _states_of(call: _Call, layer: int, watched: _WatchedCache, dtype: torch.dty
     stepwise = uneven = False
     with in_float32(module):
         for scale in _SCALES:
-            asked = rows.float() * scale
-            whole, head, tail = run(asked)[0], asked[:, :_CUT], asked[:, _CUT:]
+            wide = rows.float() * scale
+            whole, head, tail = run(wide)[0], wide[:, :_CUT], wide[:, _CUT:]
             stepwise = stepwise or _differ(run(head, tail)[0], whole)
             uneven = uneven or _differ(run(head, *tail.split(1, dim=1))[0], whole)
     if stepwise and uneven:
-        raise UnsupportedModelError(f"{name} goes on from a state neither by several tokens nor by single ones")
+        raise UnsupportedModelError(
+            f"{name} computes other numbers when it continues from its state, by several tokens and by single ones"
+        )
     return LayerStates(shapes, argument, layer, stepwise=stepwise, uneven=uneven)
 
 

@@ -120,8 +120,8 @@ class _Tap(ARComponent):
 class _TapSequence(OwnSequence):
     """The sequence, with its first logits kept."""
 
-    def __init__(self, inner: OwnSequence, kept: list[torch.Tensor]) -> None:
-        self._inner, self._rows, self._first = inner, kept, True
+    def __init__(self, inner: OwnSequence, rows: list[torch.Tensor]) -> None:
+        self._inner, self._rows, self._first = inner, rows, True
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         logits = self._inner.forward(token_ids)

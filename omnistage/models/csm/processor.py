@@ -45,7 +45,7 @@ class CsmProcessor:
         ends = {"bos_token": tokenizer.bos_token_id, "eos_token": tokenizer.eos_token_id}
         for name, token in ends.items():
             if token is None:
-                raise CheckpointError(f"the tokenizer has no {name}, which stands around every text of CSM's")
+                raise CheckpointError(f"the tokenizer has no {name}, which CSM's prompts begin or end with")
         self._begin, self._end = (int(token) for token in ends.values())
         self._audio, self._audio_end = positive(config, "audio_token_id"), positive(config, "audio_eos_token_id")
         self._context = {END_CODE: torch.tensor(end_code(config))}

@@ -25,7 +25,7 @@ SPECIAL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|AUDIO|>", "<|audio_
 
 def special_ids() -> dict[str, int]:
     """The special tokens' ids, the same at every size: they follow the base vocabulary."""
-    return {token: common.BASE_VOCAB + offset for offset, token in enumerate(SPECIAL_TOKENS)}
+    return common.following_ids(SPECIAL_TOKENS)
 
 
 def config_for(scale: float) -> CsmConfig:

@@ -28,7 +28,7 @@ class Case:
     """A text to speak after what was said so far: role, text and clip at the codec's rate."""
 
     name: str
-    said: tuple[tuple[str, str, AudioClip], ...]
+    history: tuple[tuple[str, str, AudioClip], ...]
     text: str
     frames: int
 
@@ -36,7 +36,7 @@ class Case:
         """The messages as a user sends them."""
         messages: list[dict[str, object]] = [
             {"role": role, "content": [{"type": "text", "text": text}, {"type": "audio", "audio": clip}]}
-            for role, text, clip in self.said
+            for role, text, clip in self.history
         ]
         return [*messages, {"role": "assistant", "content": self.text}]
 
@@ -119,8 +119,8 @@ class Reference:
         audio, audio_end = (
             tokenizer.convert_ids_to_tokens(token) for token in (config.audio_token_id, config.audio_eos_token_id)
         )
-        prompt, clips, options = "", [torch.from_numpy(clip.samples) for _, _, clip in case.said], {}
-        for (role, text, _), clip in zip(case.said, clips, strict=True):
+        prompt, clips, options = "", [torch.from_numpy(clip.samples) for _, _, clip in case.history], {}
+        for (role, text, _), clip in zip(case.history, clips, strict=True):
             length = int(self.model.codec_model.get_encoded_length(torch.tensor(len(clip))))
             speaker = VOICES[1 if role == "user" else 0]
             prompt += f"{begin}[{speaker}]{text}{end}{audio * length}{audio_end}"

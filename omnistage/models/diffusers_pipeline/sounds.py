@@ -1,4 +1,4 @@
-"""The sound in a pipeline's output: its samples, and the rate at which they are to be heard."""
+"""The sound in a pipeline's output: its samples, and their sample rate."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sample_rate_of(pipe: DiffusionPipeline) -> int:
             if isinstance(rate := getattr(config, name, None), int):
                 return rate
     raise UnsupportedModelError(
-        f"{type(pipe).__name__} does not say at which rate its samples are to be heard, so it is not served"
+        f"{type(pipe).__name__} does not state the sample rate of its audio, so it is not served"
     )
 
 

@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from omnistage.core.verification import Progress
 from omnistage.models import _tiny_common as common
 from omnistage.models._diffusers import tiny as parts
 from omnistage.models._diffusers.loading import diffusers
-from omnistage.models._diffusers.tiny import TinyModel, TinyPart
+from omnistage.models._diffusers.tiny import TinyModel, TinyPart, TinyPipeline
 from omnistage.models._tiny_common import Init, between
 
 VARIANTS = ("stable_audio",)
@@ -20,11 +18,7 @@ _SECONDS = 512.0
 """Lengths that the projection is told lie between 0 and this."""
 
 
-def write(
-    folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress | None = None, variant: str = "stable_audio"
-) -> None:
-    """Write the checkpoint into `folder`, which must be new or empty."""
-    common.start(folder, scale, variant, VARIANTS)
+def checkpoint(scale: float, variant: str) -> TinyPipeline:
     text, latents = parts.t5_width(scale), between(scale, (8, 64), 8)
     heads = between(scale, (4, 24), 4)
     transformer = parts.diffusers_model(
@@ -58,8 +52,7 @@ def write(
     scheduler = diffusers().EDMDPMSolverMultistepScheduler(
         sigma_min=0.3, sigma_max=500.0, sigma_data=1.0, prediction_type="v_prediction"
     )
-    parts.write_checkpoint(
-        folder,
+    return TinyPipeline(
         "StableAudioPipeline",
         {
             "text_encoder": TinyModel(parts.t5(scale), parts.t5_init),
@@ -71,10 +64,10 @@ def write(
             "scheduler": TinyPart("diffusers", "EDMDPMSolverMultistepScheduler", scheduler.save_pretrained),
             "tokenizer": parts.t5_tokenizer(),
         },
-        seed=seed,
-        scale=scale,
-        progress=progress,
     )
+
+
+write = parts.writer(checkpoint, VARIANTS)
 
 
 def vae_init(name: str, shape: Sequence[int]) -> Init:

@@ -15,19 +15,8 @@ from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput
 from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
-from omnistage.models._diffusers import private_api
-from omnistage.models._diffusers.base import (
-    DiffusersDenoiser,
-    DiffusersEncoder,
-    VaeDecoder,
-    calculate_shift,
-    default_to,
-    distribution,
-    noise,
-    sample,
-    set_timesteps,
-    with_references,
-)
+from omnistage.models._diffusers import base, private_api
+from omnistage.models._diffusers.base import DiffusersDenoiser, DiffusersEncoder, VaeDecoder
 from omnistage.models._diffusers.checks import check_true_cfg
 from omnistage.models._diffusers.loading import Parts, load_encoder_pipeline
 
@@ -112,10 +101,10 @@ class FillEncoder(Encoder):
         pipe, mask = self.pipe, Image.fromarray(payload.mask) if payload.mask is not None else None
         pixels = pipe.image_processor.preprocess(Image.fromarray(payload.images[0]), height=height, width=width)
         covered = pipe.mask_processor.preprocess(mask, height=height, width=width)
-        uncovered = distribution(pipe.vae.encode((pixels * (1 - covered)).to(self.device, pipe.vae.dtype)))
+        uncovered = base.distribution(pipe.vae.encode((pixels * (1 - covered)).to(self.device, pipe.vae.dtype)))
         # A cell of latents has the mask's pixels as channels.
         cells = torch.nn.functional.pixel_unshuffle(covered, pipe.vae_scale_factor)
-        shared = distribution(pipe.vae.encode(pixels.to(self.device, pipe.vae.dtype)))
+        shared = base.distribution(pipe.vae.encode(pixels.to(self.device, pipe.vae.dtype)))
         shared |= {f"kept_{name}": tensor for name, tensor in uncovered.items()}
         return {**shared, "mask": private_api.flux_pack(cells)[0].to(self.device, pipe.vae.dtype)}
 
@@ -135,15 +124,15 @@ class Denoiser(DiffusersDenoiser):
         scheduler = self.scheduler(params.scheduler)
         tokens = self.tokens(condition.width, condition.height, 1)
         sigmas = None if scheduler.config.get("use_flow_sigmas") else np.linspace(1.0, 1 / steps, steps)
-        mu = calculate_shift(tokens, scheduler.config)
-        timesteps = set_timesteps(scheduler, steps, self.device, sigmas=sigmas, mu=mu)
+        mu = base.calculate_shift(tokens, scheduler.config)
+        timesteps = base.set_timesteps(scheduler, steps, self.device, sigmas=sigmas, mu=mu)
         high, wide = self.grid(condition.width, condition.height)
         shape = (1, self.pipe.transformer.config.in_channels // 4, high * 2, wide * 2)
         dtype = condition.positive["embeds"].dtype
         if "image_mean" in condition.shared:
             timesteps, latents, *_ = self.from_picture(condition, params, generator, scheduler, timesteps, steps)
         else:
-            latents = noise(shape, generator, self.device, dtype)
+            latents = base.noise(shape, generator, self.device, dtype)
             scheduler.set_begin_index(0)
         packed = private_api.flux_pack(latents)[0]
         context = self._positions(condition, high, wide, dtype)
@@ -170,7 +159,7 @@ class Denoiser(DiffusersDenoiser):
         if not self.pipe.transformer.config.guidance_embeds:
             return None
         default = self.image_guidance if "image_mean" in condition.shared else self.guidance
-        return torch.tensor(default_to(params.guidance, default), dtype=torch.float32, device=self.device)
+        return torch.tensor(base.default_to(params.guidance, default), dtype=torch.float32, device=self.device)
 
     def group(self, row: Row) -> Hashable:
         # The transformer takes one set of positions for all rows, so a 64x32 picture cannot go with a 32x64 one.
@@ -178,7 +167,7 @@ class Denoiser(DiffusersDenoiser):
 
     def stacked(self, rows: Sequence[Row]) -> Tensors:
         first = rows[0].lane
-        latents = with_references(rows)
+        latents = base.with_references(rows)
         embeds = torch.stack([row.tensors["embeds"] for row in rows])
         inputs = {
             "hidden_states": latents,
@@ -193,7 +182,7 @@ class Denoiser(DiffusersDenoiser):
         return inputs
 
     def combine(self, lane: Lane, positive: Tensor, negative: Tensor) -> Tensor:
-        return negative + default_to(lane.params.true_cfg, 1.0) * (positive - negative)
+        return negative + base.default_to(lane.params.true_cfg, 1.0) * (positive - negative)
 
     def result(self, lane: Lane) -> Tensor:
         # Unpacked, for packed ones do not tell a wide picture from a tall one.
@@ -217,7 +206,7 @@ class FillDenoiser(Denoiser):
     def open(self, condition: Condition, params: DiffusionParams, generator: torch.Generator) -> Lane:
         lane = super().open(condition, params, generator)
         shared = {name: condition.shared[f"kept_{name}"] for name in ("image_mean", "image_std")}
-        uncovered = self.scaled(sample(replace(condition, shared=shared), generator, self.device))
+        uncovered = self.scaled(base.sample(replace(condition, shared=shared), generator, self.device))
         parts = private_api.flux_pack(uncovered)[0], condition.shared["mask"].to(self.device)
         lane.context["kept"] = torch.cat([part.to(lane.latents.dtype) for part in parts], dim=1)
         return lane

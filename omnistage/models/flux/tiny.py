@@ -5,13 +5,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omnistage.core.verification import Progress
-from omnistage.models import _tiny_common as common
 from omnistage.models._diffusers import tiny as parts
-from omnistage.models._diffusers.tiny import TinyModel
+from omnistage.models._diffusers.tiny import TinyModel, TinyPipeline
 from omnistage.models._tiny_common import between
 
 if TYPE_CHECKING:
@@ -46,18 +43,13 @@ def transformer(scale: float, *, pooled: int, guided: bool, fill: bool = False) 
     )
 
 
-def write(
-    folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress | None = None, variant: str = "dev"
-) -> None:
-    """Write the checkpoint into `folder`, which must be new or empty."""
-    common.start(folder, scale, variant, VARIANTS)
+def checkpoint(scale: float, variant: str) -> TinyPipeline:
     clip = parts.clip(scale, hidden=(32, 768), layers=(2, 12), projected=False)
     guided = variant != "schnell"
     flux = transformer(scale, pooled=clip.config.hidden_size, guided=guided, fill=variant == "fill")
     # schnell was distilled without the shift that grows with the picture.
     shift = {"shift": 3.0, "use_dynamic_shifting": True} if guided else {"shift": 1.0}
-    parts.write_checkpoint(
-        folder,
+    return TinyPipeline(
         VARIANTS[variant],
         {
             "text_encoder": TinyModel(clip, parts.clip_init, parts.clip_hub_name),
@@ -71,7 +63,7 @@ def write(
             "tokenizer": parts.clip_tokenizer(),
             "tokenizer_2": parts.t5_tokenizer(),
         },
-        seed=seed,
-        scale=scale,
-        progress=progress,
     )
+
+
+write = parts.writer(checkpoint, VARIANTS)

@@ -16,16 +16,8 @@ from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput
 from omnistage.engines.diffusion.component import Lane, Row, Tensors
-from omnistage.models._diffusers import private_api
-from omnistage.models._diffusers.base import (
-    DiffusersDenoiser,
-    DiffusersEncoder,
-    VaeDecoder,
-    default_to,
-    noise,
-    set_timesteps,
-    with_references,
-)
+from omnistage.models._diffusers import base, private_api
+from omnistage.models._diffusers.base import DiffusersDenoiser, DiffusersEncoder, VaeDecoder
 from omnistage.models._diffusers.loading import Parts, load_encoder_pipeline
 
 if TYPE_CHECKING:
@@ -41,6 +33,7 @@ class Encoder(DiffusersEncoder):
     """A language model's hidden states for the text; the VAE for pictures to refer to."""
 
     max_images = 10
+    default_guidance = _GUIDANCE
     no_strength = "which always starts from noise"
 
     @property
@@ -83,7 +76,7 @@ class Encoder(DiffusersEncoder):
         )
 
     def guided(self, params: DiffusionParams) -> bool:
-        return default_to(params.guidance, _GUIDANCE) > 1 and self.unguided_row
+        return super().guided(params) and self.unguided_row
 
     def shared(self, payload: DiffusionInput, params: DiffusionParams, width: int, height: int) -> Tensors:
         if not payload.images:
@@ -112,17 +105,17 @@ class Denoiser(DiffusersDenoiser):
         high, wide = self.grid(condition.width, condition.height)
         dtype = condition.positive["embeds"].dtype
         channels = self.pipe.transformer.config.in_channels
-        latents = noise((1, channels, high, wide), generator, self.device, dtype)
+        latents = base.noise((1, channels, high, wide), generator, self.device, dtype)
         sigmas = None if scheduler.config.get("use_flow_sigmas") else np.linspace(1.0, 1 / steps, steps)
         mu = private_api.flux2_shift(high * wide, steps)
-        timesteps = set_timesteps(scheduler, steps, self.device, sigmas=sigmas, mu=mu)
+        timesteps = base.set_timesteps(scheduler, steps, self.device, sigmas=sigmas, mu=mu)
         scheduler.set_begin_index(0)
         ids = private_api.flux2_position_ids(latents)
         # Texts are padded to one length, so both branches have the same positions.
         text = private_api.flux2_text_ids(condition.positive["embeds"])
         context: dict[str, Tensor | bytes] = {"text_ids": text.to(self.device)}
         if self.pipe.transformer.config.guidance_embeds:  # dev is told it
-            guidance = default_to(params.guidance, _GUIDANCE)
+            guidance = base.default_to(params.guidance, _GUIDANCE)
             context["guidance"] = torch.tensor(guidance, dtype=torch.float32, device=self.device)
         if "reference" in condition.shared:
             ids = torch.cat([ids, condition.shared["reference_ids"].cpu()])
@@ -139,7 +132,7 @@ class Denoiser(DiffusersDenoiser):
 
     def stacked(self, rows: Sequence[Row]) -> Tensors:
         first = rows[0].lane
-        latents = with_references(rows)
+        latents = base.with_references(rows)
         guidance = {}
         if "guidance" in first.context:
             guidance["guidance"] = torch.stack([row.lane.context["guidance"] for row in rows])

@@ -7,24 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from omnistage.core.verification import Progress
 from omnistage.hf import transformers
 from omnistage.models import _tiny_common as common
 from omnistage.models._diffusers import tiny as parts
-from omnistage.models._diffusers.tiny import TinyModel, TinyPart
+from omnistage.models._diffusers.tiny import TinyModel, TinyPart, TinyPipeline
 from omnistage.models._tiny_common import Init, between
 
 if TYPE_CHECKING:
     from transformers import Mistral3ForConditionalGeneration, Qwen3ForCausalLM
 
-VARIANTS = ("base", "distilled", "dev")
+VARIANTS = ("distilled", "base", "dev")
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 _DEV_TOKENS = ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
+_IDS = common.following_ids(SPECIAL_TOKENS)
+_DEV_IDS = common.following_ids((*SPECIAL_TOKENS[:3], *_DEV_TOKENS))
 _DEV_CHAT = (
     "{%- for message in messages -%}"
     "{%- set name = 'SYSTEM_PROMPT' if message.role == 'system' else 'INST' -%}"
@@ -37,21 +38,9 @@ _DEV_CHAT = (
 
 def mistral(scale: float) -> Mistral3ForConditionalGeneration:
     """A Mistral that sees, on no device. The pipeline reads the hidden states of its layers 10, 20 and 30."""
-    heads, vision_scale = between(scale, (2, 32), 2), between(scale, (1, 16))
-    text = transformers.MistralConfig(
-        vocab_size=between(scale, (1024, 131072), 64),
-        hidden_size=between(scale, (32, 5120), 32),
-        intermediate_size=between(scale, (64, 32768), 32),
-        num_hidden_layers=between(scale, (31, 40)),
-        num_attention_heads=heads,
-        num_key_value_heads=max(heads // 4, 1),
-        head_dim=between(scale, (16, 128), 16),
-        max_position_embeddings=131072,
-        sliding_window=None,
-        bos_token_id=None,
-        eos_token_id=_special_ids()["<|im_end|>"],
-        pad_token_id=_special_ids()["<|endoftext|>"],
-    )
+    sizes = parts.decoder_sizes(scale, _IDS, vocab=131072, hidden=5120, feed_forward=32768, layers=(31, 40))
+    head_dim, vision_scale = between(scale, (16, 128), 16), between(scale, (1, 16))
+    text = transformers.MistralConfig(head_dim=head_dim, max_position_embeddings=131072, sliding_window=None, **sizes)
     vision = transformers.PixtralVisionConfig(
         hidden_size=vision_scale * 64,
         intermediate_size=vision_scale * 256,
@@ -61,14 +50,14 @@ def mistral(scale: float) -> Mistral3ForConditionalGeneration:
         patch_size=14,
     )
     config = transformers.Mistral3Config(
-        text_config=text, vision_config=vision, image_token_index=_dev_ids()["[IMG]"], tie_word_embeddings=False
+        text_config=text, vision_config=vision, image_token_index=_DEV_IDS["[IMG]"], tie_word_embeddings=False
     )
     return parts.on_meta(lambda: transformers.Mistral3ForConditionalGeneration(config))
 
 
 def _write_processor(folder: Path) -> None:
     settings = common.tokenizer_settings("Qwen2Tokenizer", 131072, {"chat_template": _DEV_CHAT}, qwen=False)
-    common.write_tokenizer(folder, _dev_ids(), {**settings, "processor_class": "PixtralProcessor"})
+    common.write_tokenizer(folder, _DEV_IDS, {**settings, "processor_class": "PixtralProcessor"})
     common.write_json(folder / "processor_config.json", {"processor_class": "PixtralProcessor", "patch_size": 14})
     (folder / "chat_template.jinja").write_text(_DEV_CHAT, encoding="utf-8")
     image = {"image_processor_type": "PixtralImageProcessor", "patch_size": {"height": 14, "width": 14}}
@@ -77,20 +66,10 @@ def _write_processor(folder: Path) -> None:
 
 def text_encoder(scale: float) -> Qwen3ForCausalLM:
     """A Qwen3, on no device. The pipeline reads the hidden states of its layers 9, 18 and 27 at every size."""
-    heads = between(scale, (2, 32), 2)
+    sizes = parts.decoder_sizes(scale, _IDS, vocab=151936, hidden=2560, feed_forward=9728, layers=(28, 36))
+    head_dim = between(scale, (16, 128), 16)
     config = transformers.Qwen3Config(
-        vocab_size=between(scale, (1024, 151936), 64),
-        hidden_size=between(scale, (32, 2560), 32),
-        intermediate_size=between(scale, (64, 9728), 32),
-        num_hidden_layers=between(scale, (28, 36)),
-        num_attention_heads=heads,
-        num_key_value_heads=max(heads // 4, 1),
-        head_dim=between(scale, (16, 128), 16),
-        max_position_embeddings=40960,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=_special_ids()["<|im_end|>"],
-        pad_token_id=_special_ids()["<|endoftext|>"],
+        head_dim=head_dim, max_position_embeddings=40960, tie_word_embeddings=True, **sizes
     )
     return parts.on_meta(lambda: transformers.Qwen3ForCausalLM(config))
 
@@ -124,20 +103,12 @@ def autoencoder(scale: float) -> nn.Module:
     )
 
 
-def write(
-    folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress | None = None, variant: str = "distilled"
-) -> None:
-    """Write the checkpoint into `folder`, which must be new or empty."""
-    common.start(folder, scale, variant, VARIANTS)
+def checkpoint(scale: float, variant: str) -> TinyPipeline:
     dev = variant == "dev"
     language = mistral(scale) if dev else text_encoder(scale)
     flux = transformer(scale, text=language.config.get_text_config().hidden_size, dev=dev)
-    klein_tokenizer = parts.qwen_tokenizer(
-        _special_ids(), "Qwen2TokenizerFast", qwen=False, chat_template=parts.QWEN3_CHAT
-    )
-    settings: Any = {} if dev else {"is_distilled": variant == "distilled"}
-    parts.write_checkpoint(
-        folder,
+    klein_tokenizer = parts.qwen_tokenizer(_IDS, "Qwen2TokenizerFast", qwen=False, chat_template=parts.QWEN3_CHAT)
+    return TinyPipeline(
         "Flux2Pipeline" if dev else "Flux2KleinPipeline",
         {
             "text_encoder": TinyModel(language, common.decoder_init),
@@ -148,11 +119,11 @@ def write(
             "scheduler": parts.flow_scheduler(shift=3.0, use_dynamic_shifting=True),
             "tokenizer": TinyPart("transformers", "PixtralProcessor", _write_processor) if dev else klein_tokenizer,
         },
-        seed=seed,
-        scale=scale,
-        progress=progress,
-        **settings,
+        settings={} if dev else {"is_distilled": variant == "distilled"},
     )
+
+
+write = parts.writer(checkpoint, VARIANTS)
 
 
 def transformer_init(name: str, shape: Sequence[int]) -> Init:
@@ -165,12 +136,3 @@ def transformer_init(name: str, shape: Sequence[int]) -> Init:
 
 def _vae_init(name: str, shape: Sequence[int]) -> Init:
     return Init(0.1, mean=1.0) if name.endswith("running_var") else parts.vae_init(name, shape)
-
-
-def _special_ids() -> dict[str, int]:
-    return {token: common.BASE_VOCAB + offset for offset, token in enumerate(SPECIAL_TOKENS)}
-
-
-def _dev_ids() -> dict[str, int]:
-    tokens = (*SPECIAL_TOKENS[:3], *_DEV_TOKENS)
-    return {token: common.BASE_VOCAB + offset for offset, token in enumerate(tokens)}

@@ -10,19 +10,13 @@ from PIL import Image
 from omnistage.core.types import DiffusionInput
 from omnistage.models._diffusers import private_api
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import (
-    Case,
-    DiffusersReference,
-    DiffusionResult,
-    Kind,
-    call_arguments,
-    cases_of,
-    to_uint8,
-)
+from omnistage.models._diffusers.verify import Case, DiffusersReference, DiffusionResult, Kind, call_arguments
 from omnistage.models.flux2.components import statistics
 
 
 class Reference(DiffusersReference):
+    text_tokens = 64
+
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.dev = type(self.pipe).__name__ == "Flux2Pipeline"
@@ -47,9 +41,9 @@ class Reference(DiffusersReference):
         else:  # which gives what the VAE takes
             unpacked = (private_api.flux2_patchify(latents) - mean) / std
         decoded = pipe.vae.decode(latents, return_dict=False)[0]
-        return DiffusionResult(unpacked[0], to_uint8(pipe.image_processor.postprocess(decoded, output_type="np")[0]))
+        return DiffusionResult(unpacked[0], self.picture(decoded))
 
-    def cases(self, count: int, seed: int) -> list[Case]:
+    def kinds(self, seed: int) -> list[Kind]:
         square, oblong = {"width": 64, "height": 64}, {"width": 96, "height": 48}
         photos = picture(104, 64, seed), picture(64, 88, seed + 1)
         away = {} if self.pipe.config.get("is_distilled", True) else {"negative_prompt": "people", "guidance": 3.0}
@@ -60,7 +54,4 @@ class Reference(DiffusersReference):
             ("two pictures", DiffusionInput("the first in the style of the second", photos), {**square, "steps": 2}),
             ("unguided", DiffusionInput("music"), {**square, "steps": 2, "guidance": 1.0}),
         ]
-        return cases_of(kinds, count, seed, max_sequence_length=64)
-
-
-run = Reference.run
+        return kinds

@@ -12,4 +12,5 @@ FAMILY = drawing_family(
     processor=lambda model: lazy("glm_image.processor", "GlmImageInputProcessor.load")(model.folder),
     components={"glm_image.prior": lazy_factory("glm_image.prior", "load_prior")},
     bridges=BRIDGES,
+    verify="run",
 )

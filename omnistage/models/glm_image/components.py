@@ -16,16 +16,8 @@ from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput
 from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
-from omnistage.models._diffusers import private_api
-from omnistage.models._diffusers.base import (
-    DiffusersDenoiser,
-    DiffusersEncoder,
-    VaeDecoder,
-    default_to,
-    latent_statistics,
-    noise,
-    set_timesteps,
-)
+from omnistage.models._diffusers import base, private_api
+from omnistage.models._diffusers.base import DiffusersDenoiser, DiffusersEncoder, VaeDecoder
 from omnistage.models._diffusers.loading import load_encoder_pipeline
 from omnistage.models.glm_image.layout import CELL, DEFAULT_SIZE, MAX_IMAGES, check_params, upsampled
 
@@ -45,6 +37,7 @@ class Encoder(DiffusersEncoder):
 
     max_images = MAX_IMAGES
     text_tokens = 2048
+    default_guidance = _GUIDANCE
 
     def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
         check_params(params, num_images=len(payload.images), masked=payload.mask is not None)
@@ -68,9 +61,6 @@ class Encoder(DiffusersEncoder):
     def size(self, payload: DiffusionInput, params: DiffusionParams) -> tuple[int, int]:
         rows, columns = payload.context["grid"].tolist()  # settled when the tokens were asked for
         return columns * CELL, rows * CELL
-
-    def guided(self, params: DiffusionParams) -> bool:
-        return default_to(params.guidance, _GUIDANCE) > 1
 
     def encode(self, jobs: Sequence[EncodeJob]) -> list[Tensors]:
         # One by one: the pipeline pads shorter ones with zeros, which the transformer would look at.
@@ -109,7 +99,7 @@ class Encoder(DiffusersEncoder):
             picture, (height, width) = Image.fromarray(image), image.shape[:2]
             pixels = self.pipe.image_processor.preprocess(picture, height=height, width=width)
             latents = self.pipe.vae.encode(pixels.to(self.device, self.pipe.vae.dtype)).latent_dist.mode()
-            mean, std = latent_statistics(self.pipe.vae.config, latents)
+            mean, std = base.latent_statistics(self.pipe.vae.config, latents)
             sources[f"source_latents_{number}"] = ((latents - mean) / std)[0]
             sources[f"source_tokens_{number}"] = upsampled(codes, grid)
         return sources
@@ -136,12 +126,12 @@ class Denoiser(DiffusersDenoiser):
         steps, scheduler = params.steps or _STEPS, self.scheduler(params.scheduler)
         cell, config = self.pipe.vae_scale_factor, scheduler.config
         shape = (1, self.transformer.config.in_channels, condition.height // cell, condition.width // cell)
-        latents = noise(shape, generator, self.device, condition.positive["embeds"].dtype)[0]
+        latents = base.noise(shape, generator, self.device, condition.positive["embeds"].dtype)[0]
         tokens = self.tokens(condition.width, condition.height, 1)
         times = np.linspace(config.num_train_timesteps, 1.0, steps + 1)[:-1].astype(np.int64).astype(np.float32)
-        base = config.get("base_image_seq_len", 256)
-        mu = (tokens / base) ** 0.5 * config.get("max_shift", 0.75) + config.get("base_shift", 0.25)
-        timesteps = set_timesteps(
+        base_tokens = config.get("base_image_seq_len", 256)
+        mu = (tokens / base_tokens) ** 0.5 * config.get("max_shift", 0.75) + config.get("base_shift", 0.25)
+        timesteps = base.set_timesteps(
             scheduler, steps, self.device, sigmas=times / config.num_train_timesteps, timesteps=times, mu=mu
         )
         # diffusers steps in float32 whatever the transformer's dtype.
@@ -209,7 +199,7 @@ class Denoiser(DiffusersDenoiser):
 
 class Decoder(VaeDecoder):
     def unscaled(self, latents: Tensor) -> Tensor:
-        mean, std = latent_statistics(self.vae.config, latents)
+        mean, std = base.latent_statistics(self.vae.config, latents)
         return latents * std + mean
 
 

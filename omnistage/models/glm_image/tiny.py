@@ -14,7 +14,7 @@ from omnistage.core.verification import Progress
 from omnistage.hf import transformers
 from omnistage.models import _tiny_common as common
 from omnistage.models._diffusers import tiny as parts
-from omnistage.models._diffusers.tiny import TinyModel, TinyPart
+from omnistage.models._diffusers.tiny import TinyModel, TinyPart, TinyPipeline
 from omnistage.models._tiny_common import Init, between
 
 if TYPE_CHECKING:
@@ -190,8 +190,7 @@ def write(folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress
     language = parts.on_meta(lambda: transformers.GlmImageForConditionalGeneration(prior))
     transformer = parts.diffusers_model("GlmImageTransformer2DModel", **transformer_config(scale))
     _write_generation_config(folder / "vision_language_encoder", prior.text_config)
-    parts.write_checkpoint(
-        folder,
+    pipeline = TinyPipeline(
         "GlmImagePipeline",
         {
             "vision_language_encoder": TinyModel(language, _prior_rule(num_codes(scale))),
@@ -212,11 +211,9 @@ def write(folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress
                 "transformers", "ByT5Tokenizer", transformers.ByT5Tokenizer(extra_ids=0).save_pretrained
             ),
         },
-        seed=seed,
-        scale=scale,
-        progress=progress,
         order=_ORDER,
     )
+    parts.write_checkpoint(folder, pipeline, seed, scale, progress)
 
 
 def _write_generation_config(folder: Path, text: GlmImageTextConfig) -> None:

@@ -13,15 +13,8 @@ from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput, Modality
 from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
-from omnistage.models._diffusers.base import (
-    DiffusersDenoiser,
-    DiffusersEncoder,
-    VaeDecoder,
-    default_to,
-    latent_channels,
-    noise,
-    set_timesteps,
-)
+from omnistage.models._diffusers import base
+from omnistage.models._diffusers.base import DiffusersDenoiser, DiffusersEncoder, VaeDecoder
 from omnistage.models._diffusers.checks import check_frames, check_true_cfg
 from omnistage.models._diffusers.loading import load_encoder_pipeline
 
@@ -77,13 +70,15 @@ class Denoiser(DiffusersDenoiser):
 
     def open(self, condition: Condition, params: DiffusionParams, generator: torch.Generator) -> Lane:
         steps, scheduler = params.steps or _STEPS, self.scheduler(params.scheduler)
-        timesteps = set_timesteps(scheduler, steps, self.device, sigmas=np.linspace(1.0, 0.0, steps + 1)[:-1])
+        timesteps = base.set_timesteps(scheduler, steps, self.device, sigmas=np.linspace(1.0, 0.0, steps + 1)[:-1])
         scheduler.set_begin_index(0)
         cell = self.pipe.vae_scale_factor_spatial
         frames = (condition.num_frames - 1) // self.pipe.vae_scale_factor_temporal + 1
         shape = (self.pipe.transformer.config.in_channels, frames, condition.height // cell, condition.width // cell)
-        latents = noise(shape, generator, self.device, torch.float32)
-        guidance = torch.tensor(default_to(params.guidance, _GUIDANCE), dtype=self.dtype, device=self.device) * 1000.0
+        latents = base.noise(shape, generator, self.device, torch.float32)
+        guidance = (
+            torch.tensor(base.default_to(params.guidance, _GUIDANCE), dtype=self.dtype, device=self.device) * 1000.0
+        )
         tokens = self.tokens(condition.width, condition.height, condition.num_frames)
         return Lane(latents, scheduler, timesteps, condition, params, tokens, context={"guidance": guidance})
 
@@ -101,7 +96,7 @@ class Denoiser(DiffusersDenoiser):
         }
 
     def combine(self, lane: Lane, positive: Tensor, negative: Tensor) -> Tensor:
-        return negative + default_to(lane.params.true_cfg, 1.0) * (positive - negative)
+        return negative + base.default_to(lane.params.true_cfg, 1.0) * (positive - negative)
 
 
 class Decoder(VaeDecoder):
@@ -111,7 +106,7 @@ class Decoder(VaeDecoder):
     def latent_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
         cell = self.pipe.vae_scale_factor_spatial
         frames = (num_frames - 1) // self.pipe.vae_scale_factor_temporal + 1
-        return latent_channels(self.vae), frames, height // cell, width // cell
+        return base.latent_channels(self.vae), frames, height // cell, width // cell
 
     def decode(self, latents: Sequence[Tensor], *, width: int, height: int, num_frames: int) -> list[np.ndarray]:
         self.tile(width, height)
@@ -135,7 +130,8 @@ def load_denoiser(context: LoadContext) -> Denoiser:
     kind = denoiser.pipe.transformer.config.image_condition_type
     if kind is not None:
         raise UnsupportedModelError(
-            f"the transformer in {context.model.folder} goes on from pictures ({kind}), and its pipeline gives it none"
+            f"the transformer in {context.model.folder} is conditioned on images ({kind}), "
+            "which its pipeline does not pass on; only text to video is served"
         )
     return denoiser
 

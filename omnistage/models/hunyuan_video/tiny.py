@@ -5,40 +5,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from torch import nn
 
-from omnistage.core.verification import Progress
 from omnistage.hf import transformers
 from omnistage.models import _tiny_common as common
 from omnistage.models._diffusers import tiny as parts
-from omnistage.models._diffusers.tiny import TinyModel
+from omnistage.models._diffusers.tiny import TinyModel, TinyPipeline
 from omnistage.models._tiny_common import between
 from omnistage.models.ltx.tiny import sharp_init
 
-_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-
-
-def _ids() -> dict[str, int]:
-    return {token: common.BASE_VOCAB + offset for offset, token in enumerate(_SPECIAL)}
+_IDS = common.following_ids(("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
 
 
 def text_encoder(scale: float) -> nn.Module:
     """A Llama, on no device; the third hidden states from the end are read."""
-    heads = between(scale, (2, 32), 2)
-    config = transformers.LlamaConfig(
-        vocab_size=between(scale, (1024, 128320), 64),
-        hidden_size=between(scale, (32, 4096), 32),
-        intermediate_size=between(scale, (64, 14336), 32),
-        num_hidden_layers=between(scale, (4, 32)),
-        num_attention_heads=heads,
-        num_key_value_heads=max(heads // 4, 1),
-        max_position_embeddings=8192,
-        bos_token_id=None,
-        eos_token_id=_ids()["<|im_end|>"],
-        pad_token_id=_ids()["<|endoftext|>"],
-    )
+    sizes = parts.decoder_sizes(scale, _IDS, vocab=128320, hidden=4096, feed_forward=14336, layers=(4, 32))
+    config = transformers.LlamaConfig(max_position_embeddings=8192, **sizes)
     return parts.on_meta(lambda: transformers.LlamaModel(config))
 
 
@@ -70,14 +52,11 @@ def autoencoder(scale: float) -> nn.Module:
     )
 
 
-def write(folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress | None = None) -> None:
-    """Write the checkpoint into `folder`, which must be new or empty."""
-    common.start(folder, scale)
+def checkpoint(scale: float, variant: str) -> TinyPipeline:
     language = text_encoder(scale)
     clip = parts.clip(scale, hidden=(32, 768), layers=(2, 12), projected=False)
     video = transformer(scale, text=language.config.hidden_size, pooled=clip.config.hidden_size)  # type: ignore[union-attr, arg-type]
-    parts.write_checkpoint(
-        folder,
+    return TinyPipeline(
         "HunyuanVideoPipeline",
         {
             "text_encoder": TinyModel(language, common.decoder_init),
@@ -87,10 +66,10 @@ def write(folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress
         },
         {
             "scheduler": parts.flow_scheduler(shift=7.0),
-            "tokenizer": parts.qwen_tokenizer(_ids(), "PreTrainedTokenizerFast", qwen=False),
+            "tokenizer": parts.qwen_tokenizer(_IDS, "PreTrainedTokenizerFast", qwen=False),
             "tokenizer_2": parts.clip_tokenizer(),
         },
-        seed=seed,
-        scale=scale,
-        progress=progress,
     )
+
+
+write = parts.writer(checkpoint)

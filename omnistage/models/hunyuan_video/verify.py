@@ -7,15 +7,7 @@ from pathlib import Path
 import torch
 
 from omnistage.core.types import DiffusionInput
-from omnistage.models._diffusers.verify import (
-    Case,
-    DiffusersReference,
-    DiffusionResult,
-    Kind,
-    call_arguments,
-    cases_of,
-    to_uint8,
-)
+from omnistage.models._diffusers.verify import Case, DiffusersReference, DiffusionResult, Kind, call_arguments
 
 
 class Reference(DiffusersReference):
@@ -27,10 +19,9 @@ class Reference(DiffusersReference):
         pipe = self.pipe
         latents = pipe(prompt=case.payload.prompt, output_type="latent", **call_arguments(pipe, case.params)).frames
         decoded = pipe.vae.decode(latents / pipe.vae.config.scaling_factor, return_dict=False)[0]
-        frames = pipe.video_processor.postprocess_video(decoded, output_type="np")[0]
-        return DiffusionResult(latents[0], to_uint8(frames))
+        return DiffusionResult(latents[0], self.video(decoded))
 
-    def cases(self, count: int, seed: int) -> list[Case]:
+    def kinds(self, seed: int) -> list[Kind]:
         square, wide = {"width": 64, "height": 64, "num_frames": 5}, {"width": 96, "height": 64, "num_frames": 9}
         away = {"true_cfg": 3.0, "negative_prompt": "people"}
         kinds: list[Kind] = [
@@ -39,7 +30,4 @@ class Reference(DiffusersReference):
             ("little guidance", DiffusionInput("music"), {**square, "steps": 2, "guidance": 1.0}),
             ("one frame", DiffusionInput("a bird"), {**square, "steps": 2, "num_frames": 1}),
         ]
-        return cases_of(kinds, count, seed)
-
-
-run = Reference.run
+        return kinds

@@ -19,17 +19,8 @@ from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput, Modality
 from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
 from omnistage.engines.peak_memory import META, peak_bytes
-from omnistage.models._diffusers.base import (
-    DiffusersDenoiser,
-    DiffusersEncoder,
-    VaeDecoder,
-    calculate_shift,
-    default_to,
-    latent_channels,
-    noise,
-    sample,
-    set_timesteps,
-)
+from omnistage.models._diffusers import base
+from omnistage.models._diffusers.base import DiffusersDenoiser, DiffusersEncoder, VaeDecoder
 from omnistage.models._diffusers.checks import check_frames
 from omnistage.models._diffusers.loading import load_encoder_pipeline
 
@@ -43,6 +34,7 @@ class Encoder(DiffusersEncoder):
 
     max_images = 1
     text_tokens = 128
+    default_guidance = _GUIDANCE
     no_strength = "whose first frame is the picture"
 
     def planned_size(self) -> tuple[int, int, int]:
@@ -54,9 +46,6 @@ class Encoder(DiffusersEncoder):
         check_frames(frames, factor)
         if payload.images and frames == 1:
             raise InvalidRequestError(f"must be at least {factor + 1} after a picture", param="num_frames")
-
-    def guided(self, params: DiffusionParams) -> bool:
-        return default_to(params.guidance, _GUIDANCE) > 1
 
     def num_frames(self, params: DiffusionParams) -> int:
         return params.num_frames or _FRAMES
@@ -106,16 +95,16 @@ class Denoiser(DiffusersDenoiser):
         steps, scheduler = params.steps or _STEPS, self.scheduler(params.scheduler)
         sides = self._sides(condition.width, condition.height, condition.num_frames)
         tokens = self.tokens(condition.width, condition.height, condition.num_frames)
-        mu = calculate_shift(tokens, scheduler.config)
-        timesteps = set_timesteps(scheduler, steps, self.device, sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
+        mu = base.calculate_shift(tokens, scheduler.config)
+        timesteps = base.set_timesteps(scheduler, steps, self.device, sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
         scheduler.set_begin_index(0)
         starts = "image_mean" in condition.shared
-        picture = sample(condition, generator, self.device)[0] if starts else None
+        picture = base.sample(condition, generator, self.device)[0] if starts else None
         shape = (int(self.pipe.transformer.config.in_channels), *sides)
-        latents = noise(shape, generator, self.device, torch.float32)
+        latents = base.noise(shape, generator, self.device, torch.float32)
         if picture is not None:
             latents[:, :1] = picture
-        context = {"starts": starts, "fps": default_to(params.fps, _FPS)}
+        context = {"starts": starts, "fps": base.default_to(params.fps, _FPS)}
         return Lane(latents, scheduler, timesteps, condition, params, tokens, context=context)
 
     def group(self, row: Row) -> Hashable:
@@ -162,7 +151,7 @@ class Decoder(VaeDecoder):
     def latent_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
         cell = self.pipe.vae_spatial_compression_ratio
         frames = (num_frames - 1) // self.pipe.vae_temporal_compression_ratio + 1
-        return latent_channels(self.vae), frames, height // cell, width // cell
+        return base.latent_channels(self.vae), frames, height // cell, width // cell
 
     def _decode_peak(self, rows: int, width: int, height: int, num_frames: int) -> int:
         shape = self.latent_shape(width, height, num_frames)

@@ -6,15 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from omnistage.core.verification import Progress
-from omnistage.models import _tiny_common as common
 from omnistage.models._diffusers import tiny as parts
-from omnistage.models._diffusers.tiny import TinyModel
+from omnistage.models._diffusers.tiny import TinyModel, TinyPipeline
 from omnistage.models._tiny_common import Init, between
 
 VARIANTS = ("v0_9", "v0_9_1")
@@ -59,11 +56,7 @@ def autoencoder(scale: float, *, timestep_conditioning: bool) -> nn.Module:
     )
 
 
-def write(
-    folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress | None = None, variant: str = "v0_9"
-) -> None:
-    """Write the checkpoint into `folder`, which must be new or empty."""
-    common.start(folder, scale, variant, VARIANTS)
+def checkpoint(scale: float, variant: str) -> TinyPipeline:
     vae = autoencoder(scale, timestep_conditioning=variant == "v0_9_1")
     channels = int(vae.config.latent_channels)  # type: ignore[union-attr, arg-type]
     positions = torch.arange(channels)
@@ -71,8 +64,7 @@ def write(
         "latents_mean": (0.3 * torch.sin(positions)).round(decimals=4),
         "latents_std": (1.0 + 0.4 * torch.cos(positions)).round(decimals=4),
     }
-    parts.write_checkpoint(
-        folder,
+    return TinyPipeline(
         "LTXPipeline",
         {
             "text_encoder": TinyModel(parts.t5(scale), parts.t5_init),
@@ -85,10 +77,10 @@ def write(
             ),
             "tokenizer": parts.t5_tokenizer(),
         },
-        seed=seed,
-        scale=scale,
-        progress=progress,
     )
+
+
+write = parts.writer(checkpoint, VARIANTS)
 
 
 def sharp_init(name: str, shape: Sequence[int]) -> Init:

@@ -9,18 +9,12 @@ from PIL import Image
 
 from omnistage.core.types import DiffusionInput
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import (
-    Case,
-    DiffusersReference,
-    DiffusionResult,
-    Kind,
-    call_arguments,
-    cases_of,
-    to_uint8,
-)
+from omnistage.models._diffusers.verify import Case, DiffusersReference, DiffusionResult, Kind, call_arguments
 
 
 class Reference(DiffusersReference):
+    text_tokens = 64
+
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, "LTXPipeline")
         self.from_picture = self.variant("LTXImageToVideoPipeline")
@@ -38,11 +32,9 @@ class Reference(DiffusersReference):
         mean, std = (each.view(1, -1, 1, 1, 1) for each in (vae.latents_mean, vae.latents_std))
         timestep = torch.zeros(1) if vae.config.timestep_conditioning else None
         decoded = vae.decode(latents * std / vae.config.scaling_factor + mean, timestep, return_dict=False)[0]
-        return DiffusionResult(
-            latents[0], to_uint8(pipe.video_processor.postprocess_video(decoded, output_type="np")[0])
-        )
+        return DiffusionResult(latents[0], self.video(decoded))
 
-    def cases(self, count: int, seed: int) -> list[Case]:
+    def kinds(self, seed: int) -> list[Kind]:
         square, wide = {"width": 64, "height": 64, "num_frames": 9}, {"width": 96, "height": 64, "num_frames": 17}
         photo = picture(80, 60, seed)
         away = {"guidance": 4.5, "negative_prompt": "people"}
@@ -52,7 +44,4 @@ class Reference(DiffusersReference):
             ("unguided, slower", DiffusionInput("music"), {**square, "steps": 2, "guidance": 1.0, "fps": 12}),
             ("one frame", DiffusionInput("a bird"), {**square, "steps": 2, "num_frames": 1}),
         ]
-        return cases_of(kinds, count, seed, max_sequence_length=64)
-
-
-run = Reference.run
+        return kinds

@@ -100,8 +100,8 @@ class MultimodalLM(CausalLM):
         ids = torch.tensor([payload.token_ids])
         values = {**payload.context, "attention_mask": torch.ones_like(ids)}
         rule: Any = self._rope.get_rope_index
-        named = {name: values[name] for name in inspect.signature(rule).parameters if name in values}
-        positions, delta = rule(ids, **named)
+        arguments = {name: values[name] for name in inspect.signature(rule).parameters if name in values}
+        positions, delta = rule(ids, **arguments)
         return replace(payload, positions=positions[:, 0], position_delta=int(delta))
 
     def _both_ways(self, payload: ARInput) -> tuple[tuple[int, int], ...]:
@@ -132,10 +132,10 @@ class MultimodalLM(CausalLM):
     def encode(self, span: MediaSpan) -> torch.Tensor:
         if not len(span.positions):  # another holds the rows of all
             return torch.empty(0, self.spec.embed_size, device=self.device, dtype=self.dtype)
-        found = self.captured(span.inputs)
-        if found.deep is not None and found.deep.shape[1] != self.spec.deep_size:
-            raise StageError(f"media give {found.deep.shape[1]} numbers a token for deeper layers, not as planned")
-        return found.rows()
+        inputs = self.captured(span.inputs)
+        if inputs.deep is not None and inputs.deep.shape[1] != self.spec.deep_size:
+            raise StageError(f"media give {inputs.deep.shape[1]} numbers a token for deeper layers, not as planned")
+        return inputs.rows()
 
     def captured(self, inputs: Mapping[str, torch.Tensor]) -> DecoderInputs:
         """What the model's forward hands to its decoder for a processor's outputs."""
@@ -200,13 +200,13 @@ def _paged(context: LoadContext, auto: Any, processor: MultimodalProcessor | Non
         settings = nested_settings(component.model.config.to_dict())
         ids = {value for name, value in settings if name.endswith(("_id", "_index")) and type(value) is int}
         component.note_placeholders(token for token in ids if 0 <= token < component.spec.vocab_size)
-        refused = check_media(component, processor)
-        for error in refused.values():
+        refusals = check_media(component, processor)
+        for error in refusals.values():
             # Of a recurrent model transformers' own cache serves all kinds.
             if isinstance(error, DependentItemsError) or (component.spec.states and STOCK_FAILURE not in error.message):
                 raise error
         component.spec = replace(component.spec, whole_media=processor.whole)
-        component.unsupported = {kind: error.message for kind, error in refused.items()}
+        component.unsupported = {kind: error.message for kind, error in refusals.items()}
     return component
 
 
@@ -229,11 +229,11 @@ def _encoder_configs(model: PreTrainedModel) -> list[Any]:
     modules = [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]
     leading = [module for module in modules if module in inside or any(child is decoder for child in module.modules())]
     of_decoder = {id(model.config.get_text_config()), *(id(module.config) for module in leading)}
-    found = [module.config for module in modules if module not in leading]
+    configs = [module.config for module in modules if module not in leading]
     pending = [model.config]
     while pending:
         config = pending.pop()
-        found.append(config)
+        configs.append(config)
         inner = (getattr(config, name, None) for name in config.sub_configs)
         pending += [part for part in inner if isinstance(part, transformers.PreTrainedConfig)]
-    return [config for config in found if id(config) not in of_decoder]
+    return [config for config in configs if id(config) not in of_decoder]

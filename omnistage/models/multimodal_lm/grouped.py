@@ -169,8 +169,8 @@ class GroupedMultimodalLM(OwnCacheMultimodalLM):
         for turn in range(NEW_TOKENS):
             rows = [i for i in range(len(prompts)) if turn >= i % 2 and steps[i] < NEW_TOKENS - 1]
             tokens = torch.stack([expected[i][0][steps[i]] for i in rows])
-            got = advance([sequences[i] for i in rows], tokens, [slots[i] for i in rows], padded=padded)
-            for i, row in zip(rows, got, strict=True):
+            outputs = advance([sequences[i] for i in rows], tokens, [slots[i] for i in rows], padded=padded)
+            for i, row in zip(rows, outputs, strict=True):
                 steps[i] += 1
                 worst = max(worst, difference(row, expected[i][1][steps[i]]))
         return worst

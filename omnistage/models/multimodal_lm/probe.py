@@ -39,15 +39,15 @@ def check_media(component: MultimodalLM, processor: MultimodalProcessor) -> dict
     Raises where there is no other kind.
     """
     kinds = sorted(processor.input_modalities - {Modality.TEXT})
-    refused: dict[Modality, UnsupportedModelError] = {}
+    refusals: dict[Modality, UnsupportedModelError] = {}
     for kind in kinds:
         try:
             _check_kind(component, processor, kind)
         except UnsupportedModelError as error:
-            refused[kind] = error
-    if len(refused) == len(kinds):
-        raise min(refused.values(), key=_rank)
-    return refused
+            refusals[kind] = error
+    if len(refusals) == len(kinds):
+        raise min(refusals.values(), key=_rank)
+    return refusals
 
 
 def _rank(error: UnsupportedModelError) -> int:
@@ -67,7 +67,7 @@ def _check_kind(component: MultimodalLM, processor: MultimodalProcessor, kind: M
         _compare(name, component, expected, ours, rows, deep)
         if ours.both_ways != ranges:
             raise UnsupportedModelError(f"{name}: other tokens than runs of those of media attend to later ones")
-        got = _paged_logits(component, ours, rows, deep)
+        ours_logits = _paged_logits(component, ours, rows, deep)
     except UnsupportedModelError:
         raise
     except torch.OutOfMemoryError:
@@ -75,7 +75,7 @@ def _check_kind(component: MultimodalLM, processor: MultimodalProcessor, kind: M
     except _FORWARD_ERRORS as error:
         detail = str(error) if isinstance(error, OmniError) else type(error).__name__
         raise UnsupportedModelError(f"{name} cannot be run as the engine does: {detail}") from error
-    if (worst := difference(got, logits)) >= _tolerance(component.dtype):
+    if (worst := difference(ours_logits, logits)) >= _tolerance(component.dtype):
         raise UnsupportedModelError(
             f"{name} gives other logits on the paged engine than in transformers (by {worst:.1e} of their range)"
             + _others(expected)
@@ -203,10 +203,10 @@ def _compare(
 
 
 def _positions(component: MultimodalLM, payload: ARInput) -> torch.Tensor:
-    known = payload.positions
-    if known is None:
-        known = torch.arange(len(payload.token_ids))
-    return _at_least_2d(known).expand(component.spec.position_dims, -1)
+    positions = payload.positions
+    if positions is None:
+        positions = torch.arange(len(payload.token_ids))
+    return _at_least_2d(positions).expand(component.spec.position_dims, -1)
 
 
 def _expected_positions(component: MultimodalLM, expected: DecoderInputs, count: int) -> torch.Tensor:

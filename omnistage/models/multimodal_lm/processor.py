@@ -195,15 +195,15 @@ class MultimodalProcessor(ChatProcessor):
 
     def _find_placeholders(self) -> dict[Modality, str]:
         """What a chat template writes for an item of each kind that the processor takes: special tokens."""
-        found = {}
+        placeholders = {}
         for kind in KINDS:
             candidates = self._candidates(kind)
             names = (f"{kind}_token", "boi_token" if kind is Modality.IMAGE else "")
             preferred = [getattr(self._processor, name, None) for name in names]
             texts = (self._placeholder(kind, t, candidates) for t in [*preferred, *candidates] if t in candidates)
             if text := next(filter(None, texts), ""):
-                found[kind] = text
-        return found
+                placeholders[kind] = text
+        return placeholders
 
     def _placeholder(self, kind: Modality, token: str, candidates: Sequence[str]) -> str:
         """A token for an item, with those around it where the processor reads them too, as GLM-4V's; or ""."""

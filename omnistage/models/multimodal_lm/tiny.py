@@ -48,7 +48,7 @@ def chat_template(marks: dict[str, str]) -> str:
 
 
 def special_ids(variant: str) -> dict[str, int]:
-    return {token: common.BASE_VOCAB + number for number, token in enumerate((*_BASE, *_TOKENS[variant]))}
+    return common.following_ids((*_BASE, *_TOKENS[variant]))
 
 
 def write(

@@ -12,7 +12,7 @@ from torch import Tensor
 from omnistage.engines.graphs import bucket
 from omnistage.engines.streams import upload
 
-Kept = dict[bool, Tensor]
+Context = dict[bool, Tensor]
 """`[intervals, evaluations, look-back layers, g, frames, hidden]` of one block, by whether these evaluations ask for
 guidance; g is 2 where they get it, else 1."""
 _WINDOW_BLOCKS = 3
@@ -30,7 +30,7 @@ class WindowRows:
     """`[1, enc_emb_dim]`."""
     reference: Tensor
     """`[1, enc_dim + 1]`."""
-    left: Kept | None
+    context: Context | None
     """Of the block before; None at the beginning of an utterance."""
     emit_blocks: int
     """Blocks after which the next window begins; 0: there is none."""
@@ -41,7 +41,7 @@ class Solution:
     """A window's mel, look-ahead included (`[frames, mel]`), and what the next window needs."""
 
     mel: Tensor
-    kept: Kept | None
+    context: Context | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class BlockBatch:
         self._frames = frames = block_codes * repeats
         counts = [-(-len(window.codes) // block_codes) for window in windows]
         self._starts = [sum(counts[:i]) for i in range(len(counts))]
-        self._previous = [window.left for window in windows if window.left is not None]
+        self._previous = [window.context for window in windows if window.context is not None]
         self._keepers = [i for i, window in enumerate(windows) if window.emit_blocks]
         blocks = sum(counts)
         size = Size.padded(blocks, len(windows)) if padded else Size(blocks, len(self._previous))
@@ -89,7 +89,7 @@ class BlockBatch:
         for window, start, count in zip(windows, self._starts, counts, strict=True):
             before[start + 1 : start + count] = range(start, start + count - 1)
             after[start : start + count - 1] = range(start + 1, start + count)
-            if window.left is not None:
+            if window.context is not None:
                 before[start] = size.blocks + offset
                 offset += 1
             length = len(window.codes)
@@ -115,7 +115,7 @@ class BlockBatch:
         """Windows that will be followed by another one: the first rows of what is kept are theirs."""
         return len(self._keepers)
 
-    def left(self, guided: bool, intervals: int, empty: Tensor) -> Iterator[Tensor]:
+    def contexts(self, guided: bool, intervals: int, empty: Tensor) -> Iterator[Tensor]:
         """For each interval the kept rows for those of its evaluations that do, or do not, ask for guidance.
 
         `empty` is `[0, evaluations, look-back layers, g, frames, hidden]`; they have as many rows as there is room for
@@ -128,15 +128,15 @@ class BlockBatch:
                 torch.stack([states[guided][i] for states in self._previous], out=rows[:count])
             yield rows
 
-    def solutions(self, mel: Tensor, kept: dict[bool, Tensor]) -> list[Solution]:
-        """Each window's share of the state at the end, and of what is `kept` (`Kept`, of those that keep something).
+    def solutions(self, mel: Tensor, rows: dict[bool, Tensor]) -> list[Solution]:
+        """Each window's share of the state at the end, and of `rows` (`Context`, of those that keep something).
 
-        Empties `kept`, whose tensors are large.
+        Empties `rows`, whose tensors are large.
         """
-        shares: dict[int, Kept] = {i: {} for i in self._keepers}
-        for guided in list(kept):
+        shares: dict[int, Context] = {i: {} for i in self._keepers}
+        for guided in list(rows):
             # A copy for each window: where one ends earlier, nothing of it stays.
-            copies: tuple[Tensor, ...] = torch.unbind_copy(kept.pop(guided))  # type: ignore[func-returns-value,assignment]
+            copies: tuple[Tensor, ...] = torch.unbind_copy(rows.pop(guided))  # type: ignore[func-returns-value,assignment]
             for i, share in zip(shares, copies, strict=True):
                 shares[i][guided] = share
         frames = mel.flatten(0, 1)

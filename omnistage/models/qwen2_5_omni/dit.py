@@ -43,20 +43,20 @@ class Neighbours:
     valid: Tensor
     """`[n, frames]`, bool: frames that exist. An utterance's last block may be cut short."""
 
-    def twice(self, kept: int) -> Neighbours:
-        """For the rows with guidance and then the same without; each half has half of the `kept` rows."""
+    def twice(self, num_rows: int) -> Neighbours:
+        """For the rows with guidance and then the same without; each half has half of the `num_rows` that are kept."""
         count, own = len(self.before), self.before < len(self.before)
         before = torch.where(own, self.before, self.before + count)
         return Neighbours(
-            torch.cat((before, torch.where(own, before + count, before + kept // 2))),
+            torch.cat((before, torch.where(own, before + count, before + num_rows // 2))),
             torch.cat((self.after, self.after + count)),
             torch.cat((self.valid, self.valid)),
         )
 
-    def masks(self, kept: int) -> tuple[Tensor, Tensor, Tensor]:
+    def masks(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Which keys of the block before, of the block itself and of the block after count: each `[n, frames]`."""
         rows = torch.arange(len(self.before), device=self.before.device)
-        whole = self.valid.new_ones(kept, self.valid.shape[1])  # a block that is kept has all its frames
+        whole = self.valid.new_ones(num_rows, self.valid.shape[1])  # a block that is kept has all its frames
         before = torch.cat((self.valid, whole))[self.before] & (self.before != rows)[:, None]
         after = self.valid[self.after] & (self.after != rows)[:, None]
         return before, self.valid, after

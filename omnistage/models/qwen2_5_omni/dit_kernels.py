@@ -78,14 +78,14 @@ def _block_attention_kernel(  # type: ignore[no-untyped-def]  # kernel
     if KEYS > FIRST + FRAMES:
         source = tl.where(place >= FIRST + FRAMES, tl.load(after_ptr + row).to(tl.int64), source)
     own = (place >= FIRST) & (place < FIRST + FRAMES)
-    seen = (place < KEYS) & (own | (source != row))  # a block without a neighbour names itself
+    mask = (place < KEYS) & (own | (source != row))  # a block without a neighbour names itself
     key_frame = place % FRAMES
     # A row from num_rows on is a kept one, which has all its frames.
-    valid = tl.load(valid_ptr + source * FRAMES + key_frame, mask=seen & (source < num_rows), other=1)
-    seen = seen & (valid != 0)
+    valid = tl.load(valid_ptr + source * FRAMES + key_frame, mask=mask & (source < num_rows), other=1)
+    mask = mask & (valid != 0)
 
     q_mask = (frame < FRAMES)[:, None] & (dim < HEAD_DIM)[None, :]
-    k_mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
+    k_mask = mask[:, None] & (dim < HEAD_DIM)[None, :]
     q_start = qkv_ptr + (row * FRAMES + frame)[:, None] * (3 * WIDTH) + head * HEAD_DIM
     k_start = qkv_ptr + (source * FRAMES + key_frame)[:, None] * (3 * WIDTH) + head * HEAD_DIM + WIDTH
     q = tl.load(q_start + dim[None, :], mask=q_mask, other=0.0)
@@ -106,7 +106,7 @@ def _block_attention_kernel(  # type: ignore[no-untyped-def]  # kernel
         k = (k.to(tl.float32) * k_cos + k_turned * k_sin).to(k.dtype)
 
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale
-    scores = tl.where(seen[None, :], scores, float("-inf"))
+    scores = tl.where(mask[None, :], scores, float("-inf"))
     top = tl.max(scores, 1)
     top = tl.where(top == float("-inf"), 0.0, top)  # a row without any key: -inf from itself would be NaN
     weights = tl.exp2(scores - top[:, None])

@@ -80,7 +80,7 @@ class FlowSolver:
         total = params.num_steps - 1
         for kind, count in solver.counts().items():
             empty = weight.new_empty(0, count, *self._kept_shape(1 + (kind and guided)))
-            previous.append(batch.left(kind, total, empty))
+            previous.append(batch.contexts(kind, total, empty))
             if batch.keepers and total:
                 block_states[kind] = empty.new_empty(batch.keepers, total, *empty.shape[1:])
         for i, interval in enumerate(self.intervals(params)):
@@ -135,8 +135,8 @@ class FlowSolver:
         """Computed once for the few schedules that requests have; an unusually long one each time."""
         solver = SOLVERS[params.quality]
         key = params.num_steps, params.sway, solver
-        if (known := self._schedules.get(key)) is not None:
-            return known
+        if (stored := self._schedules.get(key)) is not None:
+            return stored
         points = time_grid(params.num_steps, params.sway)
         intervals = (self._interval(solver, *ends) for ends in itertools.pairwise(points))
         count = sum(len(interval.times) for schedule in self._schedules.values() for interval in schedule)

@@ -64,8 +64,8 @@ class Reference(OmniReference):
             with fixed_noise(noise):
                 return self.model.generate(**inputs, **options)  # type: ignore[no-any-return]
 
-        written = partial(self.run, messages, max_tokens=max_tokens)
-        return self.spoken(self.model.token2wav, lambda codes: codes.tolist(), generate, written, length)
+        generate_text = partial(self.run, messages, max_tokens=max_tokens)
+        return self.run_spoken(self.model.token2wav, lambda codes: codes.tolist(), generate, generate_text, length)
 
 
 def _keep_mask(

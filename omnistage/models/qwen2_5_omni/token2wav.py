@@ -30,7 +30,7 @@ from omnistage.engines.graphs import GraphCache, allow_tf32, bucket
 from omnistage.engines.peak_memory import META, peak_bytes, weight_bytes
 from omnistage.engines.shared_copy import shared_copy
 from omnistage.engines.streams import CODEC_PRIORITY
-from omnistage.models.qwen2_5_omni.blocks import BlockBatch, Kept, Solution, WindowRows, padded_sizes
+from omnistage.models.qwen2_5_omni.blocks import BlockBatch, Context, Solution, WindowRows, padded_sizes
 from omnistage.models.qwen2_5_omni.dit import SpeakerRows, check_velocity
 from omnistage.models.qwen2_5_omni.flow_solver import FlowSolver
 from omnistage.models.qwen2_5_omni.vocoder import bigvgan, fuse_activations, vocoder_context
@@ -75,16 +75,16 @@ class _Stream:
     """`[frames, mel]`: initial noise of the frames that are not emitted yet, as far as it was sampled."""
     mel: Tensor
     """`[frames, mel]`: the last frames, as far as BigVGAN still needs them."""
-    kept: Kept | None = None
+    context: Context | None = None
     """What the next window sees of the block on its left; None before the first."""
     total: int = 0
     """Mel frames solved so far; `mel` ends there."""
-    sent: int = 0
+    num_emitted: int = 0
     """Mel frames whose samples were given out."""
 
 
 class _Vocoding(NamedTuple):
-    sent: int
+    num_emitted: int
     """Mel frames of the utterance whose samples will have been given out."""
     mel: Tensor
     """`[frames, mel]`, from the stream's oldest frame on."""
@@ -309,7 +309,7 @@ class Token2Wav(CodecComponent):
             noise=self._noise(stream, window),
             cond=stream.voice.cond,
             reference=stream.voice.reference,
-            left=stream.kept,
+            context=stream.context,
             emit_blocks=0 if window.last else window.emit // self.layout.block_codes,
         )
 
@@ -338,7 +338,7 @@ class Token2Wav(CodecComponent):
         waves: list[np.ndarray] = [np.zeros(0, dtype=np.float32)] * len(plans)
         by_length: dict[tuple[int, bool], list[int]] = defaultdict(list)
         for i, plan in enumerate(plans):
-            if plan.sent > streams[i].sent:
+            if plan.num_emitted > streams[i].num_emitted:
                 # The end of an utterance has any length: a graph for each would be captured to be used once.
                 by_length[len(plan.mel), windows[i].last].append(i)
         # No more at once than graphs were captured for: capturing one takes longer than running two.
@@ -350,18 +350,20 @@ class Token2Wav(CodecComponent):
             wave = self._vocode(torch.stack([plans[i].mel for i in members]), graphed=not last).float().cpu()
             for i, samples in zip(members, wave, strict=True):
                 first = streams[i].total - len(streams[i].mel)  # the frame with which plan.mel begins
-                borders = ((n - first) * self._samples_per_frame for n in (streams[i].sent, plans[i].sent))
+                borders = (
+                    (n - first) * self._samples_per_frame for n in (streams[i].num_emitted, plans[i].num_emitted)
+                )
                 waves[i] = samples[slice(*borders)].numpy().copy()
         context = self.vocoder_context[0]
         for stream, window, solution, plan in zip(streams, windows, solutions, plans, strict=True):
             emit = window.emit * self._repeats
             stream.total += emit
-            stream.sent = plan.sent
-            frames = stream.total - max(0, stream.sent - context)  # frames that BigVGAN will need again
+            stream.num_emitted = plan.num_emitted
+            frames = stream.total - max(0, stream.num_emitted - context)  # frames that BigVGAN will need again
             end = len(stream.mel) + emit  # of the frames that are solved for good
             stream.mel = plan.mel[end - frames : end].clone()
             stream.noise = stream.noise[emit:]
-            stream.kept = solution.kept
+            stream.context = solution.context
         return waves
 
     def _plan(self, stream: _Stream, window: Window, solution: Solution) -> _Vocoding:
@@ -372,7 +374,7 @@ class Token2Wav(CodecComponent):
         total = stream.total + emit
         missing = 0 if window.last else max(0, right - (len(emitted_mel) - emit))
         mel = torch.cat((stream.mel, emitted_mel[: emit + right]))  # frames further ahead change nothing
-        return _Vocoding(max(stream.sent, total - missing), mel)
+        return _Vocoding(max(stream.num_emitted, total - missing), mel)
 
     def _vocode(self, mel: Tensor, *, graphed: bool) -> Tensor:
         """BigVGAN over `[B, frames, mel]`, giving `[B, samples]` on the device."""

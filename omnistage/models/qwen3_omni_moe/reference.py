@@ -48,7 +48,7 @@ class Reference(OmniReference):
             return ReferenceOutput(out[0, length:].tolist())
         # The last token that it samples begins no frame.
         options |= {"speaker": voice, "talker_max_new_tokens": max_codes + 1, "talker_do_sample": False}
-        return self.spoken(
+        return self.run_spoken(
             self.model.code2wav,
             lambda frames: [tuple(frame) for frame in frames.T.tolist()],
             partial(self.model.generate, **features, **options),

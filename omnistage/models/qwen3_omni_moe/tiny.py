@@ -106,10 +106,10 @@ def _layers(layers: int, heads: int, kv_heads: int, hidden: int, feed_forward: i
     }
 
 
-def _experts(scale: float, chosen: int, width: int) -> dict[str, object]:
+def _experts(scale: float, per_token: int, width: int) -> dict[str, object]:
     return {
         "num_experts": between(scale, (8, 128), 8),
-        "num_experts_per_tok": between(scale, (2, chosen)),
+        "num_experts_per_tok": between(scale, (2, per_token)),
         "moe_intermediate_size": between(scale, (32, width), 32),
         "norm_topk_prob": True,
         "max_position_embeddings": 65536,

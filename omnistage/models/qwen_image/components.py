@@ -17,16 +17,8 @@ from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput
 from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
-from omnistage.models._diffusers.base import (
-    DiffusersDenoiser,
-    DiffusersEncoder,
-    VaeDecoder,
-    calculate_shift,
-    distribution,
-    latent_statistics,
-    noise,
-    set_timesteps,
-)
+from omnistage.models._diffusers import base
+from omnistage.models._diffusers.base import DiffusersDenoiser, DiffusersEncoder, VaeDecoder
 from omnistage.models._diffusers.loading import Parts, load_encoder_pipeline
 
 if TYPE_CHECKING:
@@ -60,7 +52,7 @@ class Encoder(DiffusersEncoder):
         return _rows(embeds, mask)
 
     def shared(self, payload: DiffusionInput, params: DiffusionParams, width: int, height: int) -> Tensors:
-        return distribution(self.encoded_picture(payload.images[0], width, height)) if payload.images else {}
+        return base.distribution(self.encoded_picture(payload.images[0], width, height)) if payload.images else {}
 
     def encoded_picture(self, image: np.ndarray, width: int, height: int) -> AutoencoderKLOutput:
         """What the VAE makes of a picture at this size: a video of one frame to it."""
@@ -121,7 +113,7 @@ class EditEncoder(Encoder):
         latents = []
         for image in payload.images:
             picture = self.encoded_picture(image, *_fit(image, self.picture_area)).latent_dist.mode()
-            mean, std = latent_statistics(self.pipe.vae.config, picture)
+            mean, std = base.latent_statistics(self.pipe.vae.config, picture)
             latents.append(((picture - mean) / std)[0])
         return {
             "image_latents": torch.cat([_pack(each) for each in latents]),
@@ -164,15 +156,17 @@ class Denoiser(DiffusersDenoiser):
     def open(self, condition: Condition, params: DiffusionParams, generator: torch.Generator) -> Lane:
         steps, scheduler = params.steps or _STEPS, self.scheduler(params.scheduler)
         rows, columns = self.grid(condition.width, condition.height)
-        shift = calculate_shift(rows * columns, scheduler.config)
-        timesteps = set_timesteps(scheduler, steps, self.device, sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift)
+        shift = base.calculate_shift(rows * columns, scheduler.config)
+        timesteps = base.set_timesteps(
+            scheduler, steps, self.device, sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift
+        )
         shape = (1, 1, self.pipe.transformer.config.in_channels // 4, 2 * rows, 2 * columns)
         dtype = condition.positive["embeds"].dtype
         if "image_mean" in condition.shared:
             timesteps, latents, *_ = self.from_picture(condition, params, generator, scheduler, timesteps, steps)
         else:
             scheduler.set_begin_index(0)
-            latents = noise(shape, generator, self.device, dtype)
+            latents = base.noise(shape, generator, self.device, dtype)
         shapes = [(1, rows, columns)]
         context: dict[str, list[tuple[int, int, int]] | list[Tensor]] = {"shapes": shapes, "images": []}
         tokens = rows * columns
@@ -184,7 +178,7 @@ class Denoiser(DiffusersDenoiser):
         return Lane(_pack(latents[0]), scheduler, timesteps, condition, params, tokens, context=context)
 
     def scaled(self, latents: Tensor) -> Tensor:
-        mean, std = latent_statistics(self.pipe.vae.config, latents)
+        mean, std = base.latent_statistics(self.pipe.vae.config, latents)
         return ((latents - mean) * (1.0 / std)).transpose(1, 2)
 
     def group(self, row: Row) -> Hashable:
@@ -226,7 +220,7 @@ class Denoiser(DiffusersDenoiser):
 
 class Decoder(VaeDecoder):
     def unscaled(self, latents: Tensor) -> Tensor:
-        mean, std = latent_statistics(self.vae.config, latents)
+        mean, std = base.latent_statistics(self.vae.config, latents)
         return latents / (1.0 / std) + mean
 
     def pixels(self, images: Tensor) -> list[np.ndarray]:

@@ -7,11 +7,10 @@ from pathlib import Path
 
 from torch import nn
 
-from omnistage.core.verification import Progress
 from omnistage.hf import transformers
 from omnistage.models import _tiny_common as common
 from omnistage.models._diffusers import tiny as parts
-from omnistage.models._diffusers.tiny import TinyModel, TinyPart
+from omnistage.models._diffusers.tiny import TinyModel, TinyPart, TinyPipeline
 from omnistage.models._tiny_common import Init, between
 
 VARIANTS = {
@@ -29,11 +28,7 @@ SPECIAL_TOKENS = (
 _MIN_VOCAB = common.BASE_VOCAB + REAL_VOCAB - FIRST_SPECIAL
 
 
-def write(
-    folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress | None = None, variant: str = "image"
-) -> None:
-    """Write the checkpoint into `folder`, which must be new or empty. `variant` says what it is made for."""
-    common.start(folder, scale, variant, VARIANTS)
+def checkpoint(scale: float, variant: str) -> TinyPipeline:
     ids, edits = special_ids(scale), variant != "image"
     # The published schedule: shifted by the picture's size, ending short of noiseless.
     scheduler = parts.flow_scheduler(
@@ -42,8 +37,7 @@ def write(
     others: dict[str, TinyPart | None] = {"scheduler": scheduler, "tokenizer": parts.qwen_tokenizer(ids)}
     if edits:
         others["processor"] = TinyPart("transformers", "Qwen2VLProcessor", lambda path: _write_processor(path, ids))
-    parts.write_checkpoint(
-        folder,
+    return TinyPipeline(
         VARIANTS[variant],
         {
             "text_encoder": TinyModel(text_encoder(scale), _encoder_init, _hub_name),
@@ -51,11 +45,11 @@ def write(
             "vae": TinyModel(vae(scale, editing=edits), _vae_init),
         },
         others,
-        seed=seed,
-        scale=scale,
-        progress=progress,
         order=("scheduler", "text_encoder", "tokenizer", "transformer", "vae", *(["processor"] if edits else [])),
     )
+
+
+write = parts.writer(checkpoint, VARIANTS)
 
 
 def special_ids(scale: float) -> dict[str, int]:

@@ -41,10 +41,7 @@ class Reference(DiffusersReference):
         latents = private_api.qwen_image_unpack(recorder.latents, width=width, height=height, vae_scale_factor=factor)
         return DiffusionResult(latents[0], to_uint8(pixels[0]))
 
-    def cases(self, count: int, seed: int) -> list[Case]:
-        return [self._case(number, seed) for number in range(count)]
-
-    def _case(self, number: int, seed: int) -> Case:
+    def case(self, number: int, seed: int) -> Case:
         """Guided and unguided ones in turn; every third one of a model that draws starts from a picture."""
         width, height = ((64, 64), (96, 64), (64, 128))[number % 3]
         options: dict[str, object] = {"width": width, "height": height, "guidance": (4.0, 1.0, 2.5)[number % 3]}
@@ -57,6 +54,3 @@ class Reference(DiffusersReference):
         elif number % 3 == 2:
             images, options["strength"] = [picture(90, 70, seed)], 0.7
         return numbered_case(number, seed, images, **options)
-
-
-run = Reference.run

@@ -24,7 +24,7 @@ class MoonshineStreamingRecognizer(SequenceRecognizer):
 
 
 class CanaryRecognizer(SequenceRecognizer):
-    """Hears one language and writes the same, or English."""
+    """Transcribes one language, or translates it into English."""
 
     def inputs(self, clips: Sequence[np.ndarray], options: TranscriptionOptions) -> dict[str, Any]:
         language = options.language or _ENGLISH
@@ -47,7 +47,7 @@ class CohereRecognizer(SequenceRecognizer):
         extractor = self.processor.feature_extractor
         whole = extractor.max_audio_clip_s - extractor.overlap_chunk_second
         cut = len(clip.samples) > whole * SAMPLE_RATE
-        # Where clips are cut depends on what is heard, and parts are padded to the longest.
+        # Where clips are cut depends on the audio, and parts are padded to the longest.
         return super().group(job), job.info.request_id if cut else None
 
     def inputs(self, clips: Sequence[np.ndarray], options: TranscriptionOptions) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class CohereRecognizer(SequenceRecognizer):
         return dict(self.processor(audio=list(clips), language=language, sampling_rate=SAMPLE_RATE))
 
     def transcribe(self, clips: Sequence[np.ndarray], options: TranscriptionOptions, **hooks: Any) -> list[Transcript]:
-        inputs = self.placed(self.inputs(clips, options))
+        inputs = self.to_device(self.inputs(clips, options))
         parts = inputs.pop("audio_chunk_index")
         rows = self.model.generate(**inputs, **hooks)
         language = options.language or _ENGLISH

@@ -41,7 +41,7 @@ class _Batch:
 
     request_ids: tuple[str, ...]
     call: PausedCall[list[Transcript]]
-    wanted: set[str]
+    active: set[str]
     """Those of them whose requests have not ended."""
     alone: bool
     live: _LiveText = field(default_factory=lambda: _LiveText())
@@ -54,7 +54,7 @@ class _LiveText:
     """Generated since the last slice."""
     text: str = ""
     """All that is complete."""
-    sent: str = ""
+    emitted: str = ""
 
 
 class Recognizer(ModuleComponent):
@@ -139,17 +139,17 @@ class Recognizer(ModuleComponent):
 
         def show(row: list[int]) -> None:
             if not before or len(row) <= len(before) or row[: len(before)] != before:
-                complete.extend(self.kept(window, ended=True))
+                complete.extend(self.text_tokens(window, ended=True))
                 before[:], window[:] = row[:-1], []  # the first token behind a prompt: another window has begun
             window.extend(row[len(before) :])
             live.token_ids += tuple(row[len(before) :])
             before[:] = row
-            text = self.decode([*complete, *self.kept(window, ended=False)])
+            text = self.decode([*complete, *self.text_tokens(window, ended=False)])
             live.text = text if not text.endswith(_INCOMPLETE) else live.text
 
         return show
 
-    def kept(self, window: Sequence[int], *, ended: bool) -> Sequence[int]:
+    def text_tokens(self, window: Sequence[int], *, ended: bool) -> Sequence[int]:
         """Of the tokens of a window, those that will be part of the text; all of them where the clip is one window."""
         del ended
         return window
@@ -164,17 +164,17 @@ class Recognizer(ModuleComponent):
             return UNFINISHED
         live = batch.live
         if not batch.call.done:
-            delta, ids = live.text.removeprefix(live.sent), live.token_ids
-            if not delta or not live.text.startswith(live.sent):
+            delta, ids = live.text.removeprefix(live.emitted), live.token_ids
+            if not delta or not live.text.startswith(live.emitted):
                 return UNFINISHED
-            live.sent, live.token_ids = live.text, ()
+            live.emitted, live.token_ids = live.text, ()
             return Partial(Transcript(delta, ids))
         del self._batches[request_id]
         whole = batch.call.result[batch.request_ids.index(request_id)]
         rest = (whole.whole or "").strip()
-        sent_text = live.sent.lstrip()
+        sent_text = live.emitted.lstrip()
         new = rest.removeprefix(sent_text) if rest.startswith(sent_text) else ""
-        tokens = live.token_ids if live.sent else whole.token_ids
+        tokens = live.token_ids if live.emitted else whole.token_ids
         return replace(whole, text=new, token_ids=tokens, whole=rest)
 
     def forget(self, request_id: str) -> None:
@@ -182,8 +182,8 @@ class Recognizer(ModuleComponent):
         batch = self._batches.pop(request_id, None)
         if batch is None:
             return
-        batch.wanted.discard(request_id)
-        if not batch.wanted:
+        batch.active.discard(request_id)
+        if not batch.active:
             batch.call.cancel()
 
     def close(self) -> None:
@@ -257,7 +257,7 @@ class WhisperRecognizer(Recognizer):
     def in_windows(self, samples: np.ndarray) -> bool:
         return len(samples) > int(self.processor.feature_extractor.n_samples)
 
-    def kept(self, window: Sequence[int], *, ended: bool) -> Sequence[int]:
+    def text_tokens(self, window: Sequence[int], *, ended: bool) -> Sequence[int]:
         """Up to its last two timestamps in a row, from which the next window begins; all where there are none.
 
         A window that ends with a single timestamp is complete.
@@ -316,7 +316,7 @@ class WhisperRecognizer(Recognizer):
         return self.processor.feature_extractor(clip, **options)
 
     def _features(self, clips: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each clip by itself, then padded: a clip's last frames do not depend on its company."""
+        """Each clip by itself, then padded: a clip's last frames do not depend on the other clips."""
         early = self._early.of(clips)
         rows = [one.input_features[0] for one in early]
         longest = max(row.shape[-1] for row in rows)
@@ -365,11 +365,11 @@ class SequenceRecognizer(Recognizer):
         del options
         return ""
 
-    def placed(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def to_device(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return place(inputs, self.device, self.model.dtype)
 
     def transcribe(self, clips: Sequence[np.ndarray], options: TranscriptionOptions, **hooks: Any) -> list[Transcript]:
-        inputs = self.placed(self.inputs(clips, options))
+        inputs = self.to_device(self.inputs(clips, options))
         if isinstance(self.model, transformers.GenerationMixin):
             inputs |= hooks
         output = self.model.generate(**inputs)

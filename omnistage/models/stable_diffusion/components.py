@@ -17,15 +17,8 @@ from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput
 from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
-from omnistage.models._diffusers.base import (
-    DiffusersDenoiser,
-    DiffusersEncoder,
-    VaeDecoder,
-    distribution,
-    noise,
-    sample,
-    set_timesteps,
-)
+from omnistage.models._diffusers import base
+from omnistage.models._diffusers.base import DiffusersDenoiser, DiffusersEncoder, VaeDecoder
 from omnistage.models._diffusers.loading import Parts, load_encoder_pipeline
 from omnistage.models.stable_diffusion.checkpoints import Kind, vae_dtypes
 
@@ -131,7 +124,7 @@ class Encoder(DiffusersEncoder):
         return shared | self._encoded(pixels) | {"mask": mask[0].to(self.device)}
 
     def _encoded(self, pixels: Tensor) -> dict[str, Tensor]:
-        return distribution(self.pipe.vae.encode(pixels.to(self.device, self.pipe.vae.dtype)))
+        return base.distribution(self.pipe.vae.encode(pixels.to(self.device, self.pipe.vae.dtype)))
 
 
 class Denoiser(DiffusersDenoiser):
@@ -198,7 +191,7 @@ class Denoiser(DiffusersDenoiser):
         steps, scheduler = params.steps or _STEPS, self.scheduler(params.scheduler)
         # Some of these schedulers read their schedule, which is impossible where the memory plan asks.
         where = torch.device("cpu") if self.device.type == "meta" else self.device
-        timesteps = set_timesteps(scheduler, steps, where).to(self.device)
+        timesteps = base.set_timesteps(scheduler, steps, where).to(self.device)
         context: dict[str, Any] = {"generator": generator}
         if "image_mean" in condition.shared:
             timesteps, latents = self._from_picture(condition, params, generator, scheduler, timesteps, context)
@@ -208,7 +201,7 @@ class Denoiser(DiffusersDenoiser):
                 scheduler.set_begin_index(0)
             cell = self.pipe.vae_scale_factor
             shape = (1, int(self.pipe.unet.config.in_channels), condition.height // cell, condition.width // cell)
-            gaussian = noise(shape, generator, self.device, condition.positive["embeds"].dtype)
+            gaussian = base.noise(shape, generator, self.device, condition.positive["embeds"].dtype)
             latents = gaussian * scheduler.init_noise_sigma
         context |= self._network_inputs(condition, params, latents.dtype)
         tokens = self.tokens(condition.width, condition.height, 1)
@@ -254,9 +247,9 @@ class Denoiser(DiffusersDenoiser):
         ignored = painting and strength == 1.0
         picture = None
         if not (self.kind.inpainting and ignored):
-            picture = self.scaled(sample(condition, generator, self.device).to(dtype))
+            picture = self.scaled(base.sample(condition, generator, self.device).to(dtype))
         shape = (1, *condition.shared["image_mean"].shape)
-        gaussian = noise(shape, generator, self.device, dtype)
+        gaussian = base.noise(shape, generator, self.device, dtype)
         if painting:
             context["mask"] = condition.shared["mask"].to(self.device, dtype)
             masked = self._masked(condition, generator).to(dtype)
@@ -271,9 +264,9 @@ class Denoiser(DiffusersDenoiser):
         """The masked picture's latents; plain UNets do not read them, but schedulers go on with the same generator."""
         shared = condition.shared
         if "masked_mean" not in shared:
-            return sample(condition, generator, self.device)
+            return base.sample(condition, generator, self.device)
         masked = {"image_mean": shared["masked_mean"], "image_std": shared["masked_std"]}
-        return sample(replace(condition, shared=masked), generator, self.device)
+        return base.sample(replace(condition, shared=masked), generator, self.device)
 
     def scaled(self, latents: Tensor) -> Tensor:
         config = self.pipe.vae.config

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from torch import nn
 
-from omnistage.core.verification import Progress
 from omnistage.models import _tiny_common as common
 from omnistage.models._diffusers import tiny as parts
 from omnistage.models._diffusers.loading import diffusers
-from omnistage.models._diffusers.tiny import TinyModel, TinyPart
+from omnistage.models._diffusers.tiny import TinyModel, TinyPart, TinyPipeline
 from omnistage.models._tiny_common import Init, between
 
 _BETAS = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
@@ -110,11 +107,7 @@ def controlnet(scale: float, variant: _Variant, *, text: int, pooled: int) -> nn
     return parts.diffusers_model("ControlNetModel", **shared, conditioning_embedding_out_channels=embedding)
 
 
-def write(
-    folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress | None = None, variant: str = "v1"
-) -> None:
-    """Write the checkpoint into `folder`, which must be new or empty."""
-    common.start(folder, scale, variant, VARIANTS)
+def checkpoint(scale: float, variant: str) -> TinyPipeline:
     options = VARIANTS[variant]
     widest = 1024 if variant == "v2" else 768
     first = parts.clip(scale, hidden=(32, widest), layers=(2, 23 if variant == "v2" else 12), projected=False)
@@ -140,10 +133,11 @@ def write(
     models["vae"] = TinyModel(vae, parts.vae_init)
     scheduler = getattr(diffusers(), options.scheduler)(**options.settings)
     others["scheduler"] = TinyPart("diffusers", options.scheduler, scheduler.save_pretrained)
-    setting: Any = {"force_zeros_for_empty_prompt": True} if options.xl else {"requires_safety_checker": False}
-    parts.write_checkpoint(
-        folder, options.pipeline, models, others, seed=seed, scale=scale, progress=progress, **setting
-    )
+    settings = {"force_zeros_for_empty_prompt": True} if options.xl else {"requires_safety_checker": False}
+    return TinyPipeline(options.pipeline, models, others, settings=settings)
+
+
+write = parts.writer(checkpoint, VARIANTS)
 
 
 def _controlnet_init(name: str, shape: Sequence[int]) -> Init:

@@ -13,15 +13,8 @@ from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput
 from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
-from omnistage.models._diffusers.base import (
-    DiffusersDenoiser,
-    DiffusersEncoder,
-    VaeDecoder,
-    calculate_shift,
-    default_to,
-    noise,
-    set_timesteps,
-)
+from omnistage.models._diffusers import base
+from omnistage.models._diffusers.base import DiffusersDenoiser, DiffusersEncoder, VaeDecoder
 from omnistage.models._diffusers.loading import load_encoder_pipeline
 
 _TEXT_MODELS = ("text_encoder", "text_encoder_2", "text_encoder_3")
@@ -35,6 +28,7 @@ class Encoder(DiffusersEncoder):
     max_images = 1
     takes_mask = True
     text_tokens, max_text_tokens = 256, 512
+    default_guidance = _GUIDANCE
 
     def check(self, payload: DiffusionInput, params: DiffusionParams) -> None:
         super().check(payload, params)
@@ -47,9 +41,6 @@ class Encoder(DiffusersEncoder):
             if value > limit:
                 message = f"must be at most {limit}, got {value}; choose a smaller size"
                 raise SizeLimitError(message, side=name, nearest=limit)
-
-    def guided(self, params: DiffusionParams) -> bool:
-        return default_to(params.guidance, _GUIDANCE) > 1
 
     def encode(self, jobs: Sequence[EncodeJob]) -> list[Tensors]:
         options = {"prompt_2": None, "prompt_3": None, "do_classifier_free_guidance": False}
@@ -88,10 +79,10 @@ class Denoiser(DiffusersDenoiser):
         steps, scheduler = params.steps or _STEPS, self.scheduler(params.scheduler)
         tokens = self.tokens(condition.width, condition.height, 1)
         if scheduler.config.get("use_dynamic_shifting"):
-            mu = calculate_shift(tokens, scheduler.config, max_shift=1.16)
-            timesteps = set_timesteps(scheduler, steps, self.device, mu=mu)
+            mu = base.calculate_shift(tokens, scheduler.config, max_shift=1.16)
+            timesteps = base.set_timesteps(scheduler, steps, self.device, mu=mu)
         else:
-            timesteps = set_timesteps(scheduler, steps, self.device)
+            timesteps = base.set_timesteps(scheduler, steps, self.device)
         context: dict[str, Tensor] = {}
         if "image_mean" in condition.shared:
             timesteps, latents, picture, gaussian = self.from_picture(
@@ -103,7 +94,7 @@ class Denoiser(DiffusersDenoiser):
             scheduler.set_begin_index(0)  # else its first step waits for the device to find the timestep's index
             cell = self.pipe.vae_scale_factor
             shape = (1, self.pipe.transformer.config.in_channels, condition.height // cell, condition.width // cell)
-            latents = noise(shape, generator, self.device, condition.positive["embeds"].dtype)
+            latents = base.noise(shape, generator, self.device, condition.positive["embeds"].dtype)
         return Lane(latents[0], scheduler, timesteps, condition, params, tokens, context=dict(context))
 
     def group(self, row: Row) -> Hashable:

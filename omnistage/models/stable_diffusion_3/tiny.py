@@ -5,16 +5,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from omnistage.core.verification import Progress
-from omnistage.models import _tiny_common as common
 from omnistage.models._diffusers import private_api
 from omnistage.models._diffusers import tiny as parts
-from omnistage.models._diffusers.tiny import TinyModel
+from omnistage.models._diffusers.tiny import TinyModel, TinyPipeline
 from omnistage.models._tiny_common import between
 
 if TYPE_CHECKING:
@@ -44,14 +41,11 @@ def transformer(scale: float, *, pooled: int) -> SD3Transformer2DModel:
     )
 
 
-def write(folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress | None = None) -> None:
-    """Write the checkpoint into `folder`, which must be new or empty."""
-    common.start(folder, scale)
+def checkpoint(scale: float, variant: str) -> TinyPipeline:
     first = parts.clip(scale, hidden=(32, 768), layers=(2, 12), projected=True)
     second = parts.clip(scale, hidden=(32, 1280), layers=(2, 32), projected=True)
     mmdit = transformer(scale, pooled=first.config.projection_dim + second.config.projection_dim)
-    parts.write_checkpoint(
-        folder,
+    return TinyPipeline(
         "StableDiffusion3Pipeline",
         {
             "text_encoder": TinyModel(first, parts.clip_init),
@@ -70,10 +64,10 @@ def write(folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress
             "tokenizer_2": parts.clip_tokenizer(pad_token="!"),
             "tokenizer_3": parts.t5_tokenizer(),
         },
-        seed=seed,
-        scale=scale,
-        progress=progress,
     )
+
+
+write = parts.writer(checkpoint)
 
 
 def _positions(config: ConfigMixin) -> Tensor:

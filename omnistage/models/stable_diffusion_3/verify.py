@@ -11,7 +11,7 @@ from PIL import Image
 from omnistage.core.types import DiffusionInput
 from omnistage.models._diffusers.loading import Parts
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import Case, DiffusersReference, DiffusionResult, Kind, call_arguments, cases_of
+from omnistage.models._diffusers.verify import Case, DiffusersReference, DiffusionResult, Kind, call_arguments
 
 
 class Reference(DiffusersReference):
@@ -33,7 +33,7 @@ class Reference(DiffusersReference):
         # having taken it off when it encoded.
         return DiffusionResult(latents[0], self.decode(latents))
 
-    def cases(self, count: int, seed: int) -> list[Case]:
+    def kinds(self, seed: int) -> list[Kind]:
         side = self.pipe.default_sample_size * self.pipe.vae_scale_factor
         wide, tall = side + 32, max(side - 16, 32)
         square, oblong = {"width": side, "height": side}, {"width": wide, "height": tall}
@@ -52,7 +52,4 @@ class Reference(DiffusersReference):
             ),
             ("unguided", DiffusionInput("music"), {**square, "steps": 2, "guidance": 1.0}),
         ]
-        return cases_of(kinds, count, seed)
-
-
-run = Reference.run
+        return kinds

@@ -64,7 +64,7 @@ class _Speech:
 
 
 class Synthesiser(ModuleComponent):
-    """Each text alone: its random numbers must not depend on its company. Several may be under way, in turns."""
+    """Each text alone: its random numbers must not depend on others. Several may be under way, in turns."""
 
     uses_torch = True
     max_calls = 4

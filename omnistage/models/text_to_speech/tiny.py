@@ -83,7 +83,7 @@ def _write_speecht5(folder: Path) -> None:
         model_in_dim=20, upsample_initial_channel=32, upsample_rates=[4, 4], upsample_kernel_sizes=[8, 8]
     )
     hifigan = transformers.SpeechT5HifiGan(vocoder)
-    for parameter in hifigan.parameters():  # or nothing could be heard
+    for parameter in hifigan.parameters():  # else the audio would be silent
         parameter.data.mul_(8.0)
     hifigan.save_pretrained(folder / "vocoder")
     save_file({name: torch.randn(16) for name in ("alto", "bass")}, folder / SPEAKERS)

@@ -22,16 +22,8 @@ from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput, Modality
 from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
-from omnistage.models._diffusers.base import (
-    DiffusersDenoiser,
-    DiffusersEncoder,
-    VaeDecoder,
-    default_to,
-    latent_channels,
-    latent_statistics,
-    noise,
-    set_timesteps,
-)
+from omnistage.models._diffusers import base
+from omnistage.models._diffusers.base import DiffusersDenoiser, DiffusersEncoder, VaeDecoder
 from omnistage.models._diffusers.checks import check_frames
 from omnistage.models._diffusers.loading import Parts, diffusers, load_encoder_pipeline
 
@@ -55,6 +47,7 @@ class Encoder(DiffusersEncoder):
     """UMT5 for the text; the VAE, and CLIP in Wan 2.1, for pictures that a video starts from or ends with."""
 
     no_strength = "whose videos always start from noise"
+    default_guidance = _GUIDANCE
 
     def __init__(self, pipe: DiffusionPipeline, device: torch.device, *, pictures: tuple[int, int]) -> None:
         self.default = _EXPANDED_SIZE if pipe.config.expand_timesteps else _SIZE
@@ -86,9 +79,6 @@ class Encoder(DiffusersEncoder):
             raise InvalidRequestError(
                 f"this model reads exactly {self.text_tokens} prompt tokens; leave it out", param="max_sequence_length"
             )
-
-    def guided(self, params: DiffusionParams) -> bool:
-        return default_to(params.guidance, _GUIDANCE) > 1
 
     def num_frames(self, params: DiffusionParams) -> int:
         return params.num_frames or _FRAMES
@@ -198,11 +188,11 @@ class Denoiser(DiffusersDenoiser):
 
     def open(self, condition: Condition, params: DiffusionParams, generator: torch.Generator) -> Lane:
         scheduler = self.scheduler(params.scheduler)
-        timesteps = set_timesteps(scheduler, params.steps or _STEPS, self.device)
+        timesteps = base.set_timesteps(scheduler, params.steps or _STEPS, self.device)
         if not condition.shared:
             scheduler.set_begin_index(0)  # diffusers does so for videos from text only
         sides = self._latent_shape(condition.width, condition.height, condition.num_frames)
-        latents = noise((1, self.pipe.vae.config.z_dim, *sides), generator, self.device, torch.float32)[0]
+        latents = base.noise((1, self.pipe.vae.config.z_dim, *sides), generator, self.device, torch.float32)[0]
         tokens = self.tokens(condition.width, condition.height, condition.num_frames)
         lane = Lane(latents, scheduler, timesteps, condition, params, tokens)
         # Known in advance, so that no step has to wait for the device to compare a timestep.
@@ -274,7 +264,7 @@ class Decoder(VaeDecoder):
 
     def latent_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
         cell, frames = self.pipe.vae_scale_factor_spatial, (num_frames - 1) // self.pipe.vae_scale_factor_temporal + 1
-        return latent_channels(self.vae), frames, height // cell, width // cell
+        return base.latent_channels(self.vae), frames, height // cell, width // cell
 
     def decode(self, latents: Sequence[Tensor], *, width: int, height: int, num_frames: int) -> list[np.ndarray]:
         self.tile(width, height)
@@ -283,7 +273,7 @@ class Decoder(VaeDecoder):
 
     def _decode(self, latents: Tensor) -> np.ndarray:
         scaled = latents[None].to(self.device, self.vae.dtype)
-        mean, std = latent_statistics(self.vae.config, scaled)
+        mean, std = base.latent_statistics(self.vae.config, scaled)
         # Divided by the inverse, as diffusers does, for the same rounding.
         frames = self.vae.decode(scaled / (1.0 / std) + mean, return_dict=False)[0][0]
         return np.stack(self.pixels(frames.permute(1, 0, 2, 3)))

@@ -7,26 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from torch import nn
 
-from omnistage.core.verification import Progress
 from omnistage.hf import transformers
-from omnistage.models import _tiny_common as common
 from omnistage.models._diffusers import tiny as parts
 from omnistage.models._diffusers.loading import diffusers
-from omnistage.models._diffusers.tiny import TinyModel, TinyPart
+from omnistage.models._diffusers.tiny import TinyModel, TinyPart, TinyPipeline
 from omnistage.models._tiny_common import Init, between
 
 if TYPE_CHECKING:
     from transformers import CLIPVisionModel
 
-Variant = Literal["t2v", "t2v_experts", "i2v_clip", "flf2v", "i2v_experts", "ti2v"]
-
 # Heads, feed-forward width and layers at scale 1.
-_SHAPES: dict[Variant, tuple[int, int, int]] = {
+_SHAPES: dict[str, tuple[int, int, int]] = {
     "t2v": (12, 8960, 30),
     "t2v_experts": (40, 13824, 40),
     "i2v_clip": (40, 13824, 40),
@@ -39,7 +34,7 @@ _BOUNDARIES = {"t2v_experts": 0.875, "i2v_experts": 0.9}
 VARIANTS = tuple(_SHAPES)
 
 
-def transformer(scale: float, variant: Variant, *, clip: CLIPVisionModel | None) -> nn.Module:
+def transformer(scale: float, variant: str, *, clip: CLIPVisionModel | None) -> nn.Module:
     """A transformer at `scale`, on no device."""
     heads, ffn, layers = _SHAPES[variant]
     latent = 48 if variant == "ti2v" else 16
@@ -106,11 +101,7 @@ def autoencoder(scale: float, *, residual: bool) -> nn.Module:
     )
 
 
-def write(
-    folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress | None = None, variant: Variant = "t2v"
-) -> None:
-    """Write the checkpoint into `folder`, which must be new or empty."""
-    common.start(folder, scale, variant, VARIANTS)
+def checkpoint(scale: float, variant: str) -> TinyPipeline:
     small, pictures = variant == "ti2v", variant in _CHANNEL_VARIANTS
     clip = image_encoder(scale) if variant in _CLIP_VARIANTS else None
     models = {
@@ -137,18 +128,16 @@ def write(
     elif pictures:
         others |= {"image_encoder": None, "image_processor": None}
     order = ("tokenizer", "scheduler", "transformer_2", "text_encoder", "transformer", "vae")
-    parts.write_checkpoint(
-        folder,
+    return TinyPipeline(
         "WanImageToVideoPipeline" if pictures else "WanPipeline",
         models,
         others,
-        seed=seed,
-        scale=scale,
-        progress=progress,
         order=("image_encoder", *order, "image_processor") if pictures else order,
-        boundary_ratio=_BOUNDARIES.get(variant),
-        expand_timesteps=small,
+        settings={"boundary_ratio": _BOUNDARIES.get(variant), "expand_timesteps": small},
     )
+
+
+write = parts.writer(checkpoint, VARIANTS)
 
 
 def _head(scale: float) -> int:

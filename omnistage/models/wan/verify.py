@@ -13,7 +13,7 @@ from omnistage.core.types import DiffusionInput
 from omnistage.models._diffusers.base import latent_statistics
 from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import Case, DiffusersReference, DiffusionResult, call_arguments, to_uint8
+from omnistage.models._diffusers.verify import Case, DiffusersReference, DiffusionResult, call_arguments
 from omnistage.models.wan.components import picture_counts, takes_pictures
 
 
@@ -53,9 +53,7 @@ class Reference(DiffusersReference):
         latents = self.generate(case, "latent")
         mean, std = latent_statistics(self.pipe.vae.config, latents[None])
         decoded = self.pipe.vae.decode(latents[None] / (1.0 / std) + mean, return_dict=False)[0]
-        return DiffusionResult(
-            latents, to_uint8(self.pipe.video_processor.postprocess_video(decoded, output_type="np")[0])
-        )
+        return DiffusionResult(latents, self.video(decoded))
 
     def cases(self, count: int, seed: int) -> list[Case]:
         """Small videos of every kind that the checkpoint makes."""
@@ -77,6 +75,3 @@ class Reference(DiffusersReference):
             params = DiffusionParams.parse({**options, "seed": seed + number})
             cases.append(Case(f"{name}, {len(images)} pictures {number + 1}", DiffusionInput(prompt, images), params))
         return cases
-
-
-run = Reference.run

@@ -12,15 +12,8 @@ from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
 from omnistage.core.types import Condition, DiffusionInput
 from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
-from omnistage.models._diffusers.base import (
-    DiffusersDenoiser,
-    DiffusersEncoder,
-    VaeDecoder,
-    calculate_shift,
-    default_to,
-    noise,
-    set_timesteps,
-)
+from omnistage.models._diffusers import base
+from omnistage.models._diffusers.base import DiffusersDenoiser, DiffusersEncoder, VaeDecoder
 from omnistage.models._diffusers.loading import load_encoder_pipeline
 
 _STEPS, _GUIDANCE, _SIZE = 50, 5.0, 1024
@@ -49,7 +42,7 @@ class Encoder(DiffusersEncoder):
                 raise InvalidRequestError(f"must be at most {limit}, got {value}", param=name)
 
     def guided(self, params: DiffusionParams) -> bool:
-        return default_to(params.guidance, _GUIDANCE) > 0
+        return base.default_to(params.guidance, _GUIDANCE) > 0
 
     def encode(self, jobs: Sequence[EncodeJob]) -> list[Tensors]:
         embeds, _ = self.encode_prompts(jobs, do_classifier_free_guidance=False)
@@ -66,15 +59,15 @@ class Denoiser(DiffusersDenoiser):
         steps, scheduler = params.steps or _STEPS, self.scheduler(params.scheduler)
         tokens = self.tokens(condition.width, condition.height, 1)
         sigmas = torch.linspace(1.0, 1 / steps, steps).tolist()
-        shift = calculate_shift(tokens, scheduler.config)
-        timesteps = set_timesteps(scheduler, steps, self.device, sigmas=sigmas, mu=shift)
+        shift = base.calculate_shift(tokens, scheduler.config)
+        timesteps = base.set_timesteps(scheduler, steps, self.device, sigmas=sigmas, mu=shift)
         if "image_mean" in condition.shared:
             timesteps, latents, *_ = self.from_picture(condition, params, generator, scheduler, timesteps, steps)
         else:
             scheduler.set_begin_index(0)
             rows, columns = self.grid(condition.width, condition.height)
             shape = (1, self.pipe.transformer.config.in_channels, 2 * rows, 2 * columns)
-            latents = noise(shape, generator, self.device, torch.float32)
+            latents = base.noise(shape, generator, self.device, torch.float32)
         return Lane(latents[0].float(), scheduler, timesteps, condition, params, tokens)
 
     def group(self, row: Row) -> Hashable:
@@ -93,7 +86,7 @@ class Denoiser(DiffusersDenoiser):
 
     def combine(self, lane: Lane, positive: Tensor, negative: Tensor) -> Tensor:
         """Guidance counts from the prompt, so that 0 is none."""
-        return positive + default_to(lane.params.guidance, _GUIDANCE) * (positive - negative)
+        return positive + base.default_to(lane.params.guidance, _GUIDANCE) * (positive - negative)
 
 
 def load_encoder(context: LoadContext) -> Encoder:

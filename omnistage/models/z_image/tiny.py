@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from torch import nn
 
-from omnistage.core.verification import Progress
 from omnistage.hf import transformers
 from omnistage.models import _tiny_common as common
 from omnistage.models._diffusers import tiny as parts
-from omnistage.models._diffusers.tiny import TinyModel
+from omnistage.models._diffusers.tiny import TinyModel, TinyPipeline
 from omnistage.models._tiny_common import Init, between
 
 REAL_VOCAB, FIRST_SPECIAL = 151936, 151643
@@ -19,11 +17,8 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # in the order
 _MIN_VOCAB = common.BASE_VOCAB + REAL_VOCAB - FIRST_SPECIAL
 
 
-def write(folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress | None = None) -> None:
-    """Write the checkpoint into `folder`, which must be new or empty."""
-    common.start(folder, scale)
-    parts.write_checkpoint(
-        folder,
+def checkpoint(scale: float, variant: str) -> TinyPipeline:
+    return TinyPipeline(
         "ZImagePipeline",
         {
             "text_encoder": TinyModel(text_encoder(scale), common.decoder_init),
@@ -34,10 +29,10 @@ def write(folder: Path, *, seed: int = 0, scale: float = 0.0, progress: Progress
             "scheduler": parts.flow_scheduler(num_train_timesteps=1000, shift=3.0, use_dynamic_shifting=False),
             "tokenizer": parts.qwen_tokenizer(special_ids(scale), chat_template=parts.QWEN3_CHAT),
         },
-        seed=seed,
-        scale=scale,
-        progress=progress,
     )
+
+
+write = parts.writer(checkpoint)
 
 
 def special_ids(scale: float) -> dict[str, int]:

@@ -36,11 +36,7 @@ class Reference(DiffusersReference):
         pixels = pipe(prompt=payload.prompt, callback_on_step_end=recorder, output_type="np", **arguments).images
         return DiffusionResult(recorder.latents[0], to_uint8(pixels[0]))
 
-    def cases(self, count: int, seed: int) -> list[Case]:
-        return [self._case(number, seed) for number in range(count)]
-
-    @staticmethod
-    def _case(number: int, seed: int) -> Case:
+    def case(self, number: int, seed: int) -> Case:
         """Guided and unguided ones in turn; every third one starts from a picture."""
         width, height = ((64, 64), (96, 64), (48, 80))[number % 3]
         guidance, negative = (5.0, 0.0, 2.5, 1.0)[number % 4], (None, "blurred, grey")[number // 2 % 2]
@@ -48,6 +44,3 @@ class Reference(DiffusersReference):
         if number % 3 == 2:
             return numbered_case(number, seed, [picture(90, 70, seed)], **options, strength=0.7)
         return numbered_case(number, seed, [], **options)
-
-
-run = Reference.run

@@ -140,12 +140,12 @@ def _record(
         )
     plain = kwargs.get("softcap") is None and kwargs.get("s_aux") is None and key.shape[3] == value.shape[3]
     shows = getattr(attention_mask, "shows", None)
-    seen = _ranges_of(shows, query.shape[2], getattr(module, "paged_window", None)) if _current.ranges else None
+    ranges = _ranges_of(shows, query.shape[2], getattr(module, "paged_window", None)) if _current.ranges else None
     window: int | None = getattr(module, "paged_window", None)
-    if seen is None:
+    if ranges is None:
         window = _window_of(attention_mask, module, where)
     _current.calls.append(
-        AttentionCall(module, key.shape[1], key.shape[3], value.shape[3], window, plain, shows, seen or ())
+        AttentionCall(module, key.shape[1], key.shape[3], value.shape[3], window, plain, shows, ranges or ())
     )
     batch, heads, tokens, _ = query.shape
     return query.new_zeros(batch, tokens, heads, value.shape[3]), None
@@ -162,10 +162,10 @@ def _ranges_of(shows: MaskFunction | None, tokens: int, window: Any) -> tuple[tu
     zero, places = torch.tensor(0), torch.arange(tokens)
     rows, columns = places[:, None], places[None, :]
     try:
-        seen = shows(zero, zero, rows, columns).expand(tokens, tokens).cpu()
+        mask = shows(zero, zero, rows, columns).expand(tokens, tokens).cpu()
     except (IndexError, RuntimeError):
         return None
-    ends = torch.where(seen, columns + 1, 0).amax(1).maximum(places + 1).tolist()
+    ends = torch.where(mask, columns + 1, 0).amax(1).maximum(places + 1).tolist()
     ranges, start = [], 0
     while start < tokens:
         if ends[start] > start + 1:
@@ -176,7 +176,7 @@ def _ranges_of(shows: MaskFunction | None, tokens: int, window: Any) -> tuple[tu
         expected[start:end, start:end] = True
     if window is not None:
         expected &= columns > rows - window
-    return tuple(ranges) if torch.equal(seen, expected) else None
+    return tuple(ranges) if torch.equal(mask, expected) else None
 
 
 def _window_of(mask: torch.Tensor | None, module: nn.Module, where: str) -> int | None:

@@ -71,8 +71,8 @@ class TritonGraphPlan(GraphPlan):  # pragma: no cover  (needs CUDA; tests/gpu)
         host, size, width = pinned.numpy(), self._size, self._width
         host[: len(lengths)] = lengths
         for row, table in enumerate(block_tables):
-            known = table[:width]
-            host[size + row * width : size + row * width + len(known)] = known
+            entries = table[:width]
+            host[size + row * width : size + row * width + len(entries)] = entries
         self._device.copy_(pinned, non_blocking=True)
 
 
@@ -95,8 +95,8 @@ class TritonPrefillGraphPlan(PrefillGraphPlan):
         host[self._count + 1 : self._count + 1 + count] = layout.sequence_lengths
         tables = host[2 * self._count + 1 :].reshape(self._count, self._width)
         for row, table in enumerate(layout.block_tables):
-            known = table[: self._width]
-            tables[row, : len(known)] = known
+            entries = table[: self._width]
+            tables[row, : len(entries)] = entries
         self._device.copy_(pinned, non_blocking=True)
 
 
@@ -120,11 +120,11 @@ class TritonBackend(AttentionBackend):
         tables = packed[2 * count + 1 :].reshape(count, width)
         for row, table in enumerate(layout.block_tables):
             tables[row, : len(table)] = table
-        moved = upload(packed, device)
+        on_device = upload(packed, device)
         return TritonPlan(
-            moved[: count + 1],
-            moved[count + 1 : 2 * count + 1],
-            moved[2 * count + 1 :].view(count, width),
+            on_device[: count + 1],
+            on_device[count + 1 : 2 * count + 1],
+            on_device[2 * count + 1 :].view(count, width),
             int(queries.max()),
             int(lengths.max()),
         )

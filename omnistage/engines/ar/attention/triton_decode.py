@@ -155,20 +155,20 @@ def _split_state(  # type: ignore[no-untyped-def]  # kernel
 @_jit
 def _sum_splits(  # type: ignore[no-untyped-def]  # kernel
     acc_ptr, m_ptr, norm_ptr,  # of one sequence and KV head: [num_splits, GROUP, HEAD_DIM], [num_splits, GROUP] twice
-    out_ptr, stride_out_h, used,
+    out_ptr, stride_out_h, parts,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
 ):
-    """The result of `used` splits. Other programs wrote them, so they are read past L1, which may hold older ones."""
+    """The result of `parts` splits. Other programs wrote them, so they are read past L1, which may hold older ones."""
     member = tl.arange(0, GROUP_PAD)
-    known = tl.minimum(member, GROUP - 1)
+    row = tl.minimum(member, GROUP - 1)
     dim = tl.arange(0, DIM_PAD)
     top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     result = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-    for first in range(0, used, 4):
+    for first in range(0, parts, 4):
         for i in tl.static_range(4):  # unrolled, so that the loads of four splits are in flight together
-            present = tl.where(first + i < used, 1, 0)
-            cell = (first + i) * GROUP + known
+            present = tl.where(first + i < parts, 1, 0)
+            cell = (first + i) * GROUP + row
             m = tl.load(m_ptr + cell, mask=member < GROUP_PAD * present, other=float("-inf"), cache_modifier=".cg")
             norm = tl.load(norm_ptr + cell, mask=member < GROUP_PAD * present, other=0.0, cache_modifier=".cg")
             acc_ptrs = acc_ptr + cell[:, None] * HEAD_DIM + dim[None, :]
@@ -186,7 +186,7 @@ def _sum_splits(  # type: ignore[no-untyped-def]  # kernel
 
 @_jit
 def _attend_split(  # type: ignore[no-untyped-def]  # kernel
-    split, used, first, split_len, past, seq_len, row, kv_head, cells, blocks, guess,
+    split, parts, first, split_len, past, seq_len, row, kv_head, cells, blocks, guess,
     query_ptr, key_ptr, value_ptr, k_cache_ptr, v_cache_ptr, out_ptr, partial_acc_ptr, partial_m_ptr, partial_norm_ptr,
     table_ptr, slot_mapping_ptr, qk_scale,
     stride_query_t, stride_query_h, stride_key_t, stride_key_h, stride_value_t, stride_value_h,
@@ -203,12 +203,12 @@ def _attend_split(  # type: ignore[no-untyped-def]  # kernel
     q = tl.load(q_ptrs, mask=rows_mask, other=0.0)
     start = first + split * split_len
     # The last split takes what is left, so that a bound set too low costs time and not a wrong result.
-    end = tl.where(split == used - 1, past, start + split_len)
+    end = tl.where(split == parts - 1, past, start + split_len)
     if start != guess:
         pos = start + tl.arange(0, TILE_N)
         blocks = tl.load(table_ptr + pos // BLOCK_SIZE, mask=pos < end, other=0)
 
-    new_keys = tl.where(split == used - 1, tl.minimum(seq_len, 1), 0)
+    new_keys = tl.where(split == parts - 1, tl.minimum(seq_len, 1), 0)
     new_mask = dim < HEAD_DIM * new_keys
     k_cache_ptr += kv_head * stride_head
     v_cache_ptr += kv_head * stride_head
@@ -229,7 +229,7 @@ def _attend_split(  # type: ignore[no-untyped-def]  # kernel
         q, k_new, v_new, new_keys, blocks, start, end, table_ptr, k_cache_ptr, v_cache_ptr,
         stride_block, stride_slot, qk_scale, ROWS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_N,
     )
-    if used == 1:
+    if parts == 1:
         result = acc / tl.where(norm == 0.0, 1.0, norm)[:, None]
         out_ptrs = out_ptr + row * stride_out_t + head[:, None] * stride_out_h + dim[None, :]
         tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=rows_mask)
@@ -273,16 +273,16 @@ def _paged_decode_kernel(  # type: ignore[no-untyped-def]  # kernel
     # Splits are cut from the keys of earlier steps; this step's own belongs to the last.
     past = tl.maximum(seq_len - 1, 0)
     split_len = tl.maximum(MIN_SPLIT, tl.cdiv(tl.cdiv(past - first, MAX_SPLITS), TILE_N) * TILE_N)
-    used = tl.minimum(tl.maximum(tl.cdiv(past - first, split_len), 1), num_splits)
-    if program >= used:
+    parts = tl.minimum(tl.maximum(tl.cdiv(past - first, split_len), 1), num_splits)
+    if program >= parts:
         return
     pair = seq * tl.num_programs(1) + kv_head
     cells = pair * num_splits * GROUP
     # A loop around the loop over tiles doubles the registers, so there is one only where it is needed.
     if LOOP:
-        for split in range(program, used, tl.num_programs(2)):
+        for split in range(program, parts, tl.num_programs(2)):
             _attend_split(
-                split, used, first, split_len, past, seq_len, row, kv_head, cells, blocks, guess,
+                split, parts, first, split_len, past, seq_len, row, kv_head, cells, blocks, guess,
                 query_ptr, key_ptr, value_ptr, k_cache_ptr, v_cache_ptr, out_ptr, partial_acc_ptr, partial_m_ptr,
                 partial_norm_ptr, table_ptr, slot_mapping_ptr, qk_scale, stride_query_t, stride_query_h, stride_key_t,
                 stride_key_h, stride_value_t, stride_value_h, stride_out_t, stride_out_h, stride_block, stride_slot,
@@ -290,23 +290,23 @@ def _paged_decode_kernel(  # type: ignore[no-untyped-def]  # kernel
             )
     else:
         _attend_split(
-            program, used, first, split_len, past, seq_len, row, kv_head, cells, blocks, guess,
+            program, parts, first, split_len, past, seq_len, row, kv_head, cells, blocks, guess,
             query_ptr, key_ptr, value_ptr, k_cache_ptr, v_cache_ptr, out_ptr, partial_acc_ptr, partial_m_ptr,
             partial_norm_ptr, table_ptr, slot_mapping_ptr, qk_scale, stride_query_t, stride_query_h, stride_key_t,
             stride_key_h, stride_value_t, stride_value_h, stride_out_t, stride_out_h, stride_block, stride_slot,
             stride_head, GROUP, ROWS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_N, WRITE,
         )
-    if used > 1:
+    if parts > 1:
         # Whoever adds the last split sees all of them: the barrier orders this program's stores before the release,
         # the release (one thread's, for the GPU) before the last one's acquire, and that before the loads below.
         tl.debug_barrier()
-        mine = tl.cdiv(used - program, tl.num_programs(2))
-        if tl.atomic_add(counters_ptr + pair, mine, sem="acq_rel", scope="gpu") + mine == used:
+        mine = tl.cdiv(parts - program, tl.num_programs(2))
+        if tl.atomic_add(counters_ptr + pair, mine, sem="acq_rel", scope="gpu") + mine == parts:
             tl.debug_barrier()
             tl.store(counters_ptr + pair, 0)
             _sum_splits(
                 partial_acc_ptr + cells * HEAD_DIM, partial_m_ptr + cells, partial_norm_ptr + cells,
-                out_ptr + row * stride_out_t + kv_head * GROUP * stride_out_h, stride_out_h, used,
+                out_ptr + row * stride_out_t + kv_head * GROUP * stride_out_h, stride_out_h, parts,
                 GROUP, GROUP_PAD, HEAD_DIM, DIM_PAD,
             )
 

@@ -184,24 +184,24 @@ class _Scan:
 
     def nested_count(self) -> int:
         """The largest product of counts inside of each other. A rule inside of itself counts once."""
-        known: dict[str, int] = {}
+        values: dict[str, int] = {}
         entered = set[str]()
         path = list(self.rules)
         while path:
             name = path[-1]
-            if name in known:
+            if name in values:
                 path.pop()
                 continue
             counts = self.rules.get(name, {})
-            missing = [ref for ref in counts if ref and ref not in known and ref not in entered]
+            missing = [ref for ref in counts if ref and ref not in values and ref not in entered]
             if missing and name not in entered:
                 entered.add(name)
                 path += missing
                 continue
             path.pop()
-            value = max((count * known.get(ref, 1) for ref, count in counts.items()), default=1)
-            known[name] = min(value, MAX_NESTED_COUNT + 1)
-        return max(known.values(), default=1)
+            value = max((count * values.get(ref, 1) for ref, count in counts.items()), default=1)
+            values[name] = min(value, MAX_NESTED_COUNT + 1)
+        return max(values.values(), default=1)
 
 
 def _number(digits: str) -> int:

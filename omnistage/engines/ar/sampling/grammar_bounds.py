@@ -76,9 +76,9 @@ def cost_of(kind: str, text: str) -> GrammarCost:
     if kind == "json_object":
         return GrammarCost(0, cheap_masks=True)
     if kind in ("regex", "grammar"):
-        found = _Sources(patterns={text}) if kind == "regex" else _Sources(grammars={text})
-        found.check_chars(param)
-        sources = list(found.states(param))
+        text_sources = _Sources(patterns={text}) if kind == "regex" else _Sources(grammars={text})
+        text_sources.check_chars(param)
+        sources = list(text_sources.states(param))
         cheap_masks = False
     else:
         parsed = json.loads(text)

@@ -85,7 +85,7 @@ class RowState:
     """Start of the request's random stream."""
     step: int = 0
     """Tokens sampled so far."""
-    seen: Array | None = None
+    occurrences: Array | None = None
     """int32 `[V]` where the logits are: not zero where in the prompt or the output (repetition penalty)."""
     counts: Array | None = None
     """int32 `[V]` where the logits are: times in the output (presence and frequency penalties)."""
@@ -109,7 +109,7 @@ class RowState:
     @property
     def processed(self) -> bool:
         """Something changes this row's logits before selection."""
-        static = (self.seen, self.counts, self.bias_ids, self.allowed, self.suppressed, self.grammar)
+        static = (self.occurrences, self.counts, self.bias_ids, self.allowed, self.suppressed, self.grammar)
         return self.holds_stops or any(part is not None for part in static)
 
 
@@ -193,7 +193,7 @@ class _Penalties:
     """
 
     def __init__(self, states: Sequence[RowState], arrays: Arrays) -> None:
-        repeating = [(i, s) for i, s in enumerate(states) if s.seen is not None]
+        repeating = [(i, s) for i, s in enumerate(states) if s.occurrences is not None]
         counting = [(i, s) for i, s in enumerate(states) if s.counts is not None]
         self._host = arrays.host
         self._repeated: Any = None
@@ -203,10 +203,10 @@ class _Penalties:
             return arrays.put(np.array(values, dtype=np.float32))
 
         if repeating:
-            self._repeated = _counters([s.seen for _, s in repeating], [i for i, _ in repeating], arrays)
+            self._repeated = _counters([s.occurrences for _, s in repeating], [i for i, _ in repeating], arrays)
             self._repetition = numbers([s.params.repetition_penalty for _, s in repeating])
             for row, (_, state) in zip(self._repeated.stack, repeating, strict=True):
-                state.seen = row
+                state.occurrences = row
         if counting:
             self._counts = _counters([s.counts for _, s in counting], [i for i, _ in counting], arrays)
             self._presence = numbers([s.params.presence_penalty for _, s in counting])

@@ -30,8 +30,8 @@ class Field(IntEnum):
     STEP = 2
     TOP_K = 3
     """The vocabulary's size where it limits nothing."""
-    SEEN = 4
-    """int32 `[V]`, as `RowState.seen`. Likewise `COUNTS`."""
+    OCCURRENCES = 4
+    """int32 `[V]`, as `RowState.occurrences`. Likewise `COUNTS`."""
     COUNTS = 5
     BIAS = 6
     """float32 `[V]`."""
@@ -72,7 +72,7 @@ def _longs(state: RowState, vocab_size: int, arrays: Arrays) -> tuple[int, ...]:
         state.stream,
         state.step,
         top_k if 0 < top_k < vocab_size else vocab_size,
-        _address(state.seen),
+        _address(state.occurrences),
         _address(state.counts),
         _address(_bias(state, vocab_size, arrays)),
         _address(_mask(state, vocab_size, arrays, held=holds_stops)),

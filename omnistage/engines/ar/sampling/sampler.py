@@ -140,7 +140,7 @@ class Sampler:
             token_ids = [token for token in set(prompt_token_ids) if 0 <= token < self._vocab_size]
             counts = np.zeros(self._vocab_size, dtype=np.int32)
             counts[token_ids] = 1
-            state.seen = self._arrays.put(counts)
+            state.occurrences = self._arrays.put(counts)
         if params.presence_penalty or params.frequency_penalty:
             state.counts = self._arrays.put(np.zeros(self._vocab_size, dtype=np.int32))
         if params.logit_bias:

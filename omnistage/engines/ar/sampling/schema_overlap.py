@@ -77,10 +77,10 @@ class Overlap:
         return frozenset({"array"}) if any(keyword in node for keyword in _ARRAY) else ANY_TYPE
 
     def _union(self, branches: object) -> frozenset[str]:
-        found = [self.types(branch) for branch in branches] if isinstance(branches, list) else []
-        if not found or any(types is ANY_TYPE for types in found):
+        kinds = [self.types(branch) for branch in branches] if isinstance(branches, list) else []
+        if not kinds or any(types is ANY_TYPE for types in kinds):
             return ANY_TYPE
-        return frozenset[str]().union(*found)
+        return frozenset[str]().union(*kinds)
 
     def _followed(self, node: object) -> object:
         """The schema at the end of a chain of references."""
@@ -121,8 +121,8 @@ class Overlap:
         plain = all(node.get("type") == "object" and not any(form in node for form in FORMS) for node in nodes)
         if not plain or len(nodes) < len(branches):
             return False
-        named = [_required(node) & _properties(node).keys() for node in nodes]
-        common = sorted(set[str].intersection(*named)) if named else []
+        names = [_required(node) & _properties(node).keys() for node in nodes]
+        common = sorted(set[str].intersection(*names)) if names else []
         return any(self._lists_differ([_properties(node)[name] for node in nodes]) for name in common)
 
     def _disjoint(self, one: object, other: object, depth: int = 0) -> bool:

@@ -60,7 +60,7 @@ class Candidates:
     """`[R, K]`, padded with -inf."""
     ids: Ints
     """`[R, K]`."""
-    known: Ints
+    lengths: Ints
     """`[R, 1]`: how many of them are tokens, not padding."""
     floor: Floats
     """`[R, 1]`: every token above it is there; -inf says that all tokens with any probability are."""
@@ -117,8 +117,8 @@ class _Search:
         bound = maxima[self._kth]
         flat = np.flatnonzero(array >= np.maximum(bound, _MIN_FINITE)[:, None])
         ends = flat.searchsorted(self._starts)
-        known = (ends[1:] - ends[:-1])[:, None]
-        used = np.arange(max(1, np.maximum.reduce(known, axis=None))) < known
+        lengths = (ends[1:] - ends[:-1])[:, None]
+        used = np.arange(max(1, np.maximum.reduce(lengths, axis=None))) < lengths
         falling = np.empty(used.shape, dtype=np.float32)
         falling[:] = np.inf
         falling[used] = -array.reshape(-1)[flat]
@@ -132,7 +132,7 @@ class _Search:
         if whole < array.shape[1]:
             best = np.maximum(best, np.maximum.reduce(array[:, whole:], axis=1))
         values[best != best] = np.nan
-        return Candidates(values, ids, known, np.nextafter(bound, _LOWEST)[:, None])
+        return Candidates(values, ids, lengths, np.nextafter(bound, _LOWEST)[:, None])
 
 
 def top_rows(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -257,7 +257,7 @@ class _Filters:
             mass = weights.cumsum(axis=1)
         shared = np.add.reduce(shares >= self._min_p, axis=1).tolist() if self._some_min_p else None
         masses = mass.tolist() if width <= _SHORT else mass
-        known, floors, tops = candidates.known[:, 0].tolist(), candidates.floor[:, 0].tolist(), best[:, 0].tolist()
+        lengths, floors, tops = candidates.lengths[:, 0].tolist(), candidates.floor[:, 0].tolist(), best[:, 0].tolist()
         totals = {
             i: self._weigher.mass(array[i], self._temperature.item(i)) for i in self._weighed if isfinite(tops[i])
         }
@@ -268,21 +268,21 @@ class _Filters:
                 ids.append(FAILED)
                 continue
             # In descending order each filter keeps a prefix, and so do all of them together.
-            kept = bisect_left(row, ceil(rule.top_p * totals.get(i, int(row[-1])))) + 1
+            count = bisect_left(row, ceil(rule.top_p * totals.get(i, int(row[-1])))) + 1
             if shared is not None:
-                kept = min(kept, shared[i])
+                count = min(count, shared[i])
             # Tokens that are not among the candidates must not be able to change the choice.
             if clear is not None and rule.limited:
-                settled = rule.limit <= known[i] and clear[i]
+                settled = rule.limit <= lengths[i] and clear[i]
             else:
-                settled = kept < known[i]
+                settled = count < lengths[i]
             if not settled and floors[i] != -inf:
                 ids.append(UNCOVERED)
                 continue
-            kept = min(kept, known[i])
-            of_row = candidates.ids[i, :kept]
+            count = min(count, lengths[i])
+            of_row = candidates.ids[i, :count]
             order = of_row.argsort()
-            ends = weights[i, :kept][order].cumsum()
+            ends = weights[i, :count][order].cumsum()
             ids.append(of_row.item(order.item(ends.searchsorted(_target(u[i], int(ends[-1])), side="right"))))
         return ids
 

@@ -23,7 +23,7 @@ if HAS_TRITON:
     STREAM = tl.constexpr(int(Field.STREAM))
     STEP = tl.constexpr(int(Field.STEP))
     TOP_K = tl.constexpr(int(Field.TOP_K))
-    SEEN = tl.constexpr(int(Field.SEEN))
+    OCCURRENCES = tl.constexpr(int(Field.OCCURRENCES))
     COUNTS = tl.constexpr(int(Field.COUNTS))
     BIAS = tl.constexpr(int(Field.BIAS))
     MASK = tl.constexpr(int(Field.MASK))
@@ -69,7 +69,7 @@ def _filtered(longs_ptr, numbers_ptr, rows, VOCAB: tl.constexpr):  # type: ignor
 @jit()
 def _is_copied(longs_ptr, numbers_ptr, rows, VOCAB: tl.constexpr):  # type: ignore[no-untyped-def]  # kernel
     """Whether the later passes read the row's float32 copy: it is changed, or it is read many times."""
-    changed = tl.load(longs_ptr + rows * SEEN) | tl.load(longs_ptr + rows * COUNTS)
+    changed = tl.load(longs_ptr + rows * OCCURRENCES) | tl.load(longs_ptr + rows * COUNTS)
     changed = changed | tl.load(longs_ptr + rows * BIAS) | tl.load(longs_ptr + rows * MASK)
     return (changed != 0) | _filtered(longs_ptr, numbers_ptr, rows, VOCAB)
 
@@ -78,10 +78,10 @@ def _is_copied(longs_ptr, numbers_ptr, rows, VOCAB: tl.constexpr):  # type: igno
 def _process(x, place, longs_ptr, numbers_ptr, rows, mask, VOCAB: tl.constexpr):  # type: ignore[no-untyped-def]  # kernel
     """Penalties, bias and the mask at address `mask`, in the order and with the rounding of `processors.py`."""
     inside = place < VOCAB
-    seen = tl.load(longs_ptr + rows * SEEN)
-    if seen != 0:
+    address = tl.load(longs_ptr + rows * OCCURRENCES)
+    if address != 0:
         factor = tl.load(numbers_ptr + rows * REPETITION).to(tl.float32)
-        times = tl.load(seen.to(tl.pointer_type(tl.int32)) + place, mask=inside, other=0)
+        times = tl.load(address.to(tl.pointer_type(tl.int32)) + place, mask=inside, other=0)
         x = tl.where(times != 0, tl.where(x < 0, x * factor, tl.div_rn(x, factor)), x)
     counts = tl.load(longs_ptr + rows * COUNTS)
     if counts != 0:
@@ -102,9 +102,9 @@ def _process(x, place, longs_ptr, numbers_ptr, rows, mask, VOCAB: tl.constexpr):
 def _finish(token, out_ptr, longs_ptr, rows):  # type: ignore[no-untyped-def]  # kernel
     """Store the row's token and count it for the penalties."""
     tl.store(out_ptr, token)
-    seen = tl.load(longs_ptr + rows * SEEN)
-    if (token >= 0) & (seen != 0):
-        at = seen.to(tl.pointer_type(tl.int32)) + token
+    address = tl.load(longs_ptr + rows * OCCURRENCES)
+    if (token >= 0) & (address != 0):
+        at = address.to(tl.pointer_type(tl.int32)) + token
         tl.store(at, tl.load(at) + 1)
     counts = tl.load(longs_ptr + rows * COUNTS)
     if (token >= 0) & (counts != 0):
@@ -185,11 +185,11 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]  # kernel
         tl.store(top_ptr + row, tl.where(settled, float("nan"), top))
         if (settled == 0) & _filtered(longs_ptr, numbers_ptr, rows, VOCAB):
             top_k = tl.load(longs_ptr + rows * TOP_K).to(tl.int32)
-            wanted = tl.where(top_k < VOCAB, top_k, LIKELIEST if LIKELIEST < MAXIMA else MAXIMA)
+            rank = tl.where(top_k < VOCAB, top_k, LIKELIEST if LIKELIEST < MAXIMA else MAXIMA)
             # Half of the bits will do, rounded down; no lower than -inf.
-            bound = kth_largest(maxima_ptr + row * MAXIMA, tl.minimum(wanted, MAXIMA), MAXIMA, WIDTH, 8)
+            bound = kth_largest(maxima_ptr + row * MAXIMA, tl.minimum(rank, MAXIMA), MAXIMA, WIDTH, 8)
             bound = number_of(tl.maximum(bound, 0x007FFFFF))
-            tl.store(bound_ptr + row, tl.where(wanted > MAXIMA, float("inf"), bound))
+            tl.store(bound_ptr + row, tl.where(rank > MAXIMA, float("inf"), bound))
 
 
 @jit(counts=("rows",), metadata=("longs_ptr", "numbers_ptr"))
@@ -284,10 +284,10 @@ def _choose_kernel(  # type: ignore[no-untyped-def]  # kernel
                 length = tl.sum(counts, 0)
                 whole = tl.where(top_k < VOCAB, 0, total)
                 logits_ptr = candidates_ptr + row * CANDIDATES
-                known = ((length > 0) & (length <= CANDIDATES)).to(tl.int32)
+                usable = ((length > 0) & (length <= CANDIDATES)).to(tl.int32)
                 token = total * 0 - 1
                 for attempt in range(2):  # among the candidates, then in the whole row
-                    if (token < 0) & (attempt >= 1 - known):
+                    if (token < 0) & (attempt >= 1 - usable):
                         if attempt == 1:
                             logits_ptr = copy_ptr + row * VOCAB
                             length = length * 0 + VOCAB
@@ -305,8 +305,8 @@ def _choose_kernel(  # type: ignore[no-untyped-def]  # kernel
                 index = tl.sum((passed & (blocks < COUNT)).to(tl.int32), 0)
                 target -= tl.sum(tl.where(passed, sums, 0), 0)
                 weights = _block_weights(x_ptr, copy_ptr, row, index, top, longs_ptr, numbers_ptr, rows, VOCAB, BLOCK)
-                picked = index * BLOCK + tl.sum((tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
-                token = tl.minimum(picked, VOCAB - 1).to(tl.int64)
+                candidate = index * BLOCK + tl.sum((tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
+                token = tl.minimum(candidate, VOCAB - 1).to(tl.int64)
             _finish(token, out_ptr + row, longs_ptr, rows)
 
 

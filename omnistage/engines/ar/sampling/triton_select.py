@@ -70,17 +70,17 @@ def kth_largest(x_ptr, k, length, BLOCK: tl.constexpr, TURNS: tl.constexpr):  # 
             three += (ordered >= bound + 3 * step).to(tl.int32)
         # One sum for the three of them: a vocabulary has fewer than 2 ** 21 tokens.
         counts = tl.sum(one.to(tl.int64) + (two.to(tl.int64) << 21) + (three.to(tl.int64) << 42))
-        reached = ((counts & 0x1FFFFF) >= k).to(tl.uint32) + (((counts >> 21) & 0x1FFFFF) >= k).to(tl.uint32)
-        bound += (reached + ((counts >> 42) >= k).to(tl.uint32)) * step
+        passes = ((counts & 0x1FFFFF) >= k).to(tl.uint32) + (((counts >> 21) & 0x1FFFFF) >= k).to(tl.uint32)
+        bound += (passes + ((counts >> 42) >= k).to(tl.uint32)) * step
     return bound
 
 
 @jit()
-def _nucleus(x_ptr, needed, temperature, best, kth, length, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # kernel
-    """The largest bound, in order, above and at which the weights sum to at least `needed`."""
-    bound = (needed * 0).to(tl.uint32)
+def _nucleus(x_ptr, mass, temperature, best, kth, length, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # kernel
+    """The largest bound, in order, above and at which the weights sum to at least `mass`."""
+    bound = (mass * 0).to(tl.uint32)
     for turn in range(16):
-        step = (needed * 0 + 1).to(tl.uint32) << (30 - 2 * turn)
+        step = (mass * 0 + 1).to(tl.uint32) << (30 - 2 * turn)
         one = tl.zeros([BLOCK], tl.int64)
         two = tl.zeros([BLOCK], tl.int64)
         three = tl.zeros([BLOCK], tl.int64)
@@ -91,8 +91,8 @@ def _nucleus(x_ptr, needed, temperature, best, kth, length, BLOCK: tl.constexpr)
             one += tl.where(ordered >= bound + step, weights, 0)
             two += tl.where(ordered >= bound + 2 * step, weights, 0)
             three += tl.where(ordered >= bound + 3 * step, weights, 0)
-        reached = (tl.sum(one) >= needed).to(tl.uint32) + (tl.sum(two) >= needed).to(tl.uint32)
-        bound += (reached + (tl.sum(three) >= needed).to(tl.uint32)) * step
+        passes = (tl.sum(one) >= mass).to(tl.uint32) + (tl.sum(two) >= mass).to(tl.uint32)
+        bound += (passes + (tl.sum(three) >= mass).to(tl.uint32)) * step
     return bound
 
 
@@ -149,28 +149,28 @@ def choose(  # type: ignore[no-untyped-def]  # kernel
         for start in range(0, length, BLOCK):
             _, weights = _weigh(load_block(x_ptr, start, length, BLOCK), temperature, best, kth)
             mass += weights
-        known = tl.sum(mass)
-        needed = tl.ceil(top_p * tl.maximum(known, whole).to(tl.float64)).to(tl.int64)
-        covered = (known >= needed).to(tl.int32)
-        bound = _nucleus(x_ptr, needed, temperature, best, kth, length, BLOCK)
+        above = tl.sum(mass)
+        goal = tl.ceil(top_p * tl.maximum(above, whole).to(tl.float64)).to(tl.int64)
+        covered = (above >= goal).to(tl.int32)
+        bound = _nucleus(x_ptr, goal, temperature, best, kth, length, BLOCK)
         mass = tl.zeros([BLOCK], tl.int64)
         for start in range(0, length, BLOCK):
             x = load_block(x_ptr, start, length, BLOCK)
             _, weights = _weigh(x, temperature, best, kth)
             mass += tl.where(_ordered(x) > bound, weights, 0)
         _, weight = _weigh(number_of(bound), temperature, best, kth)
-        ties = ((needed - tl.sum(mass) + weight - 1) // tl.maximum(weight, 1)).to(tl.int32)
+        ties = ((goal - tl.sum(mass) + weight - 1) // tl.maximum(weight, 1)).to(tl.int32)
 
     # What is kept lies side by side by id. Sums of the blocks tell in which of them the random number points.
     blocks = tl.arange(0, BLOCKS)
     sums = tl.zeros([BLOCKS], tl.int64)
-    seen = tl.zeros([BLOCKS], tl.int32)
+    ties_of = tl.zeros([BLOCKS], tl.int32)
     ties_before = top_k * 0
     for index in range(0, (length + BLOCK - 1) // BLOCK):
         x = load_block(x_ptr, index * BLOCK, length, BLOCK)
         if top_p < 1.0:
             weights, at_bound = _in_nucleus(x, ties_before, temperature, best, kth, bound, ties, min_p)
-            seen = tl.where(blocks == index, ties_before, seen)
+            ties_of = tl.where(blocks == index, ties_before, ties_of)
             ties_before += at_bound
         else:
             weights = kept_weights(x, temperature, best, kth, min_p)
@@ -182,12 +182,12 @@ def choose(  # type: ignore[no-untyped-def]  # kernel
     target -= tl.sum(tl.where(passed, sums, 0))
     x = load_block(x_ptr, index * BLOCK, length, BLOCK)
     if top_p < 1.0:
-        ties_before = tl.sum(tl.where(blocks == index, seen, 0))
+        ties_before = tl.sum(tl.where(blocks == index, ties_of, 0))
         weights, _ = _in_nucleus(x, ties_before, temperature, best, kth, bound, ties, min_p)
     else:
         weights = kept_weights(x, temperature, best, kth, min_p)
-    picked = index * BLOCK + tl.sum((tl.cumsum(weights) <= target).to(tl.int32))
-    return tl.where(covered > 0, tl.minimum(picked, length - 1), -1)
+    place = index * BLOCK + tl.sum((tl.cumsum(weights) <= target).to(tl.int32))
+    return tl.where(covered > 0, tl.minimum(place, length - 1), -1)
 
 
 @jit()
@@ -203,11 +203,11 @@ def _select_kernel(  # type: ignore[no-untyped-def]  # kernel
     if (failure < 0) | (temperature == 0.0):
         tl.store(out_ptr + row, tl.where(failure < 0, failure, first).to(tl.int64))
         return
-    picked = choose(
+    place = choose(
         x_ptr, VOCAB, 0, top, temperature, tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row),
         tl.load(u_ptr + row), BLOCK, BLOCKS,
     )
-    tl.store(out_ptr + row, picked.to(tl.int64))
+    tl.store(out_ptr + row, place.to(tl.int64))
 
 
 # fmt: on
