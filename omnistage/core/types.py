@@ -260,7 +260,7 @@ class ChatInput:
     prompt: str | None = None
     """A bare prompt instead of messages; no template is applied."""
     tokens: OmniTokensPrompt | None = None
-    drawn: OmniTokensPrompt | None = None
+    drawing_prompt: OmniTokensPrompt | None = None
     """A bare prompt as a user's message: what is read where only a picture is asked for."""
     template: TemplateOptions | None = None
     """How the chat template is applied; None: plainly."""

@@ -279,7 +279,7 @@ class StageGroup:
             bindings = [binding for binding in self._bindings.values() if binding.worker is worker]
             calls = [call for call in self._calls.values() if call.worker is worker]
             for stage, stats in worker.stats.items():
-                past = _grown(stats)
+                past = _counters_of(stats)
                 self._lost_stats[stage] = _sum([self._lost_stats.get(stage, StageStats()), past], held=True)
             for stage, steps in worker.steps.items():
                 self._lost_steps[stage] = _sum_steps([steps, self._lost_steps.get(stage)])
@@ -372,13 +372,13 @@ def _sum(each: Sequence[StageStats], *, held: bool) -> StageStats:
     counts: Counter[str] = Counter()
     extra: dict[str, float] = {}
     for stats in each:
-        counts.update({name: getattr(stats, name) for name in _COUNTS if held or name not in _HELD})
+        counts.update({name: getattr(stats, name) for name in _COUNTS if held or name not in _GAUGES})
         for name, value in stats.extra.items():
             extra[name] = extra.get(name, 0) + value
     return StageStats(**counts, extra=extra)
 
 
-def _grown(stats: StageStats) -> StageStats:
+def _counters_of(stats: StageStats) -> StageStats:
     """What a stage had counted, without what it had at the moment."""
     counts = {name: getattr(stats, name) for name in _COUNTS if name in GROWING}
     return StageStats(**counts, extra={name: value for name, value in stats.extra.items() if name in GROWING})
@@ -390,5 +390,5 @@ def _sum_steps(each: Sequence[StepSeconds | None]) -> StepSeconds:
     return StepSeconds(tuple(map(sum, counts)), sum(steps.total for steps in parts)) if parts else StepSeconds()
 
 
-_HELD = frozenset({"waiting", "running", "starved"})
+_GAUGES = frozenset({"waiting", "running", "starved"})
 _COUNTS = tuple(each.name for each in fields(StageStats) if each.name != "extra")

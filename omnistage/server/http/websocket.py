@@ -49,7 +49,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         limits: TransportLimits = config.app.state.transport  # type: ignore[union-attr]
-        self._hold = Hold(limits.held)
+        self._hold = Hold(limits.held_bytes)
         self._stall_seconds = limits.stall_seconds
         self._disconnected: asyncio.Future[int] = self.loop.create_future()
         self._queued: deque[int] = deque()

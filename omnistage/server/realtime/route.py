@@ -94,7 +94,7 @@ async def _serve(
         socket = _Socket(websocket, options, record, preview=endpoint == ENDPOINT)
         try:
             holder = _admit(websocket, service, options, record)
-            memory = Hold(websocket.app.state.transport.held, holder.use)
+            memory = Hold(websocket.app.state.transport.held_bytes, holder.use)
             session = open_session(holder, websocket.query_params.get("model"), socket, memory)
             share = max(1, options.max_sessions // _MAX_SHARE) if service.keyring.required else None
             stack.enter_context(holder.count("sessions", share))

@@ -246,7 +246,7 @@ class SpokenText:
         speed = 1.0 if config.speed is None else config.speed
         reads = reads_aloud(model)
         size, pending, started = 0, list[bytes](), False
-        pieces = speech_pieces(running, config.response_format, reads=reads, speed=speed, heard=chunks)
+        pieces = speech_pieces(running, config.response_format, reads=reads, speed=speed, sounds=chunks)
         async with aclosing(pieces):
             async for piece in pieces:
                 if not isinstance(piece, bytes):
