@@ -72,7 +72,7 @@ class Response:
     _connection: _Connection = field(repr=False)
 
     async def stream(self) -> AsyncGenerator[tuple[float, bytes]]:
-        """Parts of the body, each with the time at which it arrived (`time.perf_counter`)."""
+        """Pieces of the body, each with its arrival time (`time.perf_counter`)."""
         connection = self._connection
         with _protocol_errors():
             while not isinstance(event := await connection.next_event(), h11.EndOfMessage):

@@ -418,7 +418,7 @@ class Orchestrator:
         """
         give_up = time.monotonic() + timeout
         with self._room:
-            if self._closed_stages:  # also where a stage is stuck in a step: nobody waits for it twice
+            if self._closed_stages:  # also where a stage is stuck in a step: it is waited for once
                 return
             self._closing = True
             self._room.notify_all()

@@ -37,7 +37,7 @@ _COMMAND = ("-m", "omnistage.pipeline.rank")
 _NOTICE_SECONDS = 1.0
 """For the end of a rank to be noticed that a step has failed of."""
 HANG_SECONDS = 2.0
-"""Without a sign of life, after which a rank is taken for hung. One that waits for another gives them, too: they come
+"""Without a heartbeat, after which a rank is taken for hung. One that waits for another sends them, too: they come
 from a thread of their own."""
 
 
@@ -194,7 +194,7 @@ class Ranks:
     # ------------------------------------------------------------------------------------------------ ending
 
     def _watch(self) -> None:
-        """Until the end: end a rank that gives no sign of life, which then is a rank that has ended."""
+        """Until the end: end a rank that does not respond, which then is a rank that has ended."""
         last_signs, missed_beats = dict.fromkeys(self._workers, 0.0), dict.fromkeys(self._workers, 0)
         while not self._ended.wait(BEAT_SECONDS):
             for rank, worker in enumerate(self._workers, start=1):
@@ -203,7 +203,7 @@ class Ranks:
                 last_signs[worker] = worker.heard
                 silent = missed_beats[worker] * BEAT_SECONDS
                 if missed_beats[worker] and worker.silence.unexplained(worker.heard, silent) >= HANG_SECONDS:
-                    self._lose(f"rank {rank} of stage {self._name!r} has given no sign of life for {silent:g} s")
+                    self._lose(f"rank {rank} of stage {self._name!r} has not responded for {silent:g} s")
                     worker.kill()
 
     def _rank_ended(self, rank: int, worker: Worker) -> None:

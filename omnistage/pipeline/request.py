@@ -330,8 +330,8 @@ class RequestRun:
     def emit_final(self) -> None:
         """Give the sink of a request that is over its last item, once.
 
-        Where another thread is in the sink, that one does it when it comes out: nobody waits for a consumer, least of
-        all the thread that ends requests at their deadlines.
+        Where another thread is in the sink, that one does it when it comes out: no thread waits for a consumer, least
+        of all the thread that ends requests at their deadlines.
         """
         while self.final_due and self.emit_lock.acquire(blocking=False):
             try:

@@ -91,8 +91,8 @@ class ProxyStage(Stage):
                     chunks.append(chunk)
                     self._note_end(request, chunk)
             if worker is not None:
-                self._group.taken(worker, self.name)
-            self._inbox.popleft()  # last: `put` wakes whoever has seen it empty
+                self._group.note_taken(worker, self.name)
+            self._inbox.popleft()  # last: `put` wakes the loop that has seen it empty
         return chunks
 
     def _note_end(self, request: _Held, chunk: StageChunk) -> None:

@@ -94,7 +94,7 @@ class Worker:
         """Requests that it has."""
         self.stats: Mapping[str, StageStats] = {}
         self.steps: Mapping[str, StepSeconds] = {}
-        self.taken: dict[str, int] = {}
+        self.num_taken: dict[str, int] = {}
         """Batches of each stage that were taken, and that it has not been told of."""
         self.modules: Sequence[str] = ()
         """Those that it has imported, once it is ready."""

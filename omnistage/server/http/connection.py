@@ -250,7 +250,7 @@ class _Transfer:
         self.started = self.complete = False
         """Of the response."""
         self.gone = False
-        """The client left before its response was complete; nobody reads what is sent after that."""
+        """The client left before its response was complete; what is sent after that is lost."""
 
     async def receive(self) -> Message:
         message = await self._receive()

@@ -22,7 +22,7 @@ _MAX_SHARE = 4
 class HeldBytes:
     """Counts bytes that clients have sent and the service holds: bodies, messages, audio and conversations of sessions.
 
-    There is one for all doors. With `shared` no key can take all of it. Used from the event loop only.
+    One is shared by HTTP and WebSocket. With `shared` no key can take all of it. Used from the event loop only.
     """
 
     def __init__(self, max_bytes: int, *, max_item: int = 0, shared: bool = False) -> None:
@@ -69,7 +69,7 @@ class Hold:
             self.usage.held_bytes += change
 
     def assign(self, holder: Holder) -> None:
-        """Count it as this holder's, who was not known before."""
+        """Count it as this holder's from now on."""
         size = self.size
         self.set(0)
         self.usage = holder.use

@@ -26,7 +26,7 @@ _ABNORMAL = 1006
 _READ_AHEAD = 2**20
 """Bytes of messages that wait for the application while more is read: a disconnect is noticed only by reading."""
 _CLOSE_SECONDS = 5.0
-"""For a client to take the last bytes; closing would wait for ever for one that does not read."""
+"""For a client to take the last bytes; closing would wait indefinitely for one that does not read."""
 _MESSAGE_OVERHEAD = 256
 """What a message takes beside its bytes: one read may bring many thousands of tiny ones."""
 _MAX_UNREAD_PONGS = 256 * 2**10

@@ -77,7 +77,7 @@ class CompletionRequest(SamplingFields):
         """Raise `InvalidRequestError` where fields do not fit together."""
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise InvalidRequestError(
-                f"must be n, which is {self.n or 1}: answers are not generated to be thrown away; leave it out",
+                f"must be n, which is {self.n or 1}: more candidates than answers are not supported; leave it out",
                 param="best_of",
             )
         if self.echo and self.logprobs is not None:
@@ -85,7 +85,7 @@ class CompletionRequest(SamplingFields):
                 "log probabilities of the prompt are not computed; leave echo or logprobs out", param="echo"
             )
         if (constraint := self.constraint_field) is not None and self.response_format is not None:
-            raise InvalidRequestError("goes without response_format; send one of them", param=constraint)
+            raise InvalidRequestError("cannot be combined with response_format; send one of them", param=constraint)
 
     def structured(self) -> StructuredOutput | None:
         if self.constraint_field is not None:

@@ -352,7 +352,7 @@ async def _relevance(
     if Modality.SCORES in model.omni.modalities:
         if len(processor.labels) != 1:
             raise UnsupportedModalityError(
-                f"this model tells {len(processor.labels)} classes apart and has no single score; use a cross-encoder "
+                f"this model has {len(processor.labels)} classes and no single score; use a cross-encoder "
                 "with one, or an embedding model",
                 param="model",
             )

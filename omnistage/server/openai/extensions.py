@@ -148,7 +148,7 @@ class ExtensionFields(WireModel):
     def _alone(cls, value: object, info: ValidationInfo) -> object:
         others = ("structured_outputs", "regex", "ebnf")
         if value is not None and any(info.data.get(name) is not None for name in others):
-            raise ValueError("goes without other constraints; send one of structured_outputs, regex, ebnf, json_schema")
+            raise ValueError("cannot be combined; send one of structured_outputs, regex, ebnf, json_schema")
         return value
 
     @property

@@ -240,7 +240,7 @@ class _Connection:
         try:
             awaited: set[asyncio.Future[Any]] = {reader, finished, disconnected}
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-            if not reader.done() and disconnected.done():  # what it still works on has nobody to hear of it
+            if not reader.done() and disconnected.done():  # its result could not be delivered
                 self._note_disconnect(disconnected.result())
             elif not reader.done():
                 await self._socket.close(_GOING_AWAY, "the service is stopping")

@@ -136,7 +136,7 @@ def run_speech(
 def _messages(body: SpeechRequest, model: ServedModel, clip: Mapping[str, object] | None) -> list[dict[str, object]]:
     processor = model.omni.processor
     if body.ref_text is not None and clip is None:
-        raise InvalidRequestError("is said in no clip; send ref_audio, too, or leave it out", param="ref_text")
+        raise InvalidRequestError("needs ref_audio, whose text it is; send both, or leave it out", param="ref_text")
     if clip is not None and not isinstance(processor, VoiceCloner):
         raise InvalidRequestError(
             "this model cannot speak with the voice of a clip; leave it out, or use a model that can", param="ref_audio"
