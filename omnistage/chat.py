@@ -1,5 +1,5 @@
 """Deprecated path: see `omnistage.core.messages` and `omnistage.pipeline.messages.chat`."""
 
-from omnistage.core.deprecation import moved
+from omnistage.core.deprecation import forward_names
 
-__getattr__ = moved(__name__, "omnistage.core.messages", "omnistage.pipeline.messages.chat")
+__getattr__ = forward_names(__name__, "omnistage.core.messages", "omnistage.pipeline.messages.chat")

@@ -1,5 +1,5 @@
 """Deprecated path: see `omnistage.core.errors`."""
 
-from omnistage.core.deprecation import moved
+from omnistage.core.deprecation import forward_names
 
-__getattr__ = moved(__name__, "omnistage.core.errors")
+__getattr__ = forward_names(__name__, "omnistage.core.errors")

@@ -1,4 +1,4 @@
-"""The two front doors: `AsyncOmni` streams in an event loop, `Omni` runs batches and conversations in plain code."""
+"""The two entry points: `AsyncOmni` streams in an event loop, `Omni` runs batches and conversations in plain code."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class AsyncOmni(Front):
                     """In the thread that prepares it: the stages need not wait until the event loop comes to it."""
                     plan = orchestrator.plan(requests.build(prompt, params, options, request_id, arrival))
                     stream.begin(plan, admitted)
-                    if cancellation.cancelled:  # just now: nobody has closed it
+                    if cancellation.cancelled:  # just now, and the stream is still open
                         stream.close()
 
                 await prepare(begin, cancellation, lane_of(prompt, options.tools))

@@ -1,7 +1,7 @@
 """Deprecated path: see `omnistage.core` and `omnistage.pipeline.outputs`."""
 
-from omnistage.core.deprecation import moved
+from omnistage.core.deprecation import forward_names
 
-__getattr__ = moved(
+__getattr__ = forward_names(
     __name__, "omnistage.core.types", "omnistage.core.params", "omnistage.core.validation", "omnistage.pipeline.outputs"
 )

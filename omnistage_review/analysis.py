@@ -35,7 +35,7 @@ class Suppression:
     line: int
     rules: frozenset[str]
     reason: str
-    used: set[str] = field(default_factory=set)
+    used_rules: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class Analysis:
 
     findings: list[Finding] = field(default_factory=list)
     suppressed: list[tuple[Finding, str]] = field(default_factory=list)
-    known: int = 0  # findings that the baseline holds
+    num_baseline: int = 0  # findings that the baseline holds
     notes: list[str] = field(default_factory=list)
 
 
@@ -66,7 +66,7 @@ def analyse(change: Change, baseline: frozenset[str] = frozenset()) -> Analysis:
     analysis.findings = _numbered(analysis.findings)
     analysis.findings.sort(key=lambda item: (-item.severity.rank, item.path, item.line, item.rule))
     findings = [item for item in analysis.findings if item.fingerprint not in baseline]
-    analysis.known, analysis.findings = len(analysis.findings) - len(findings), findings
+    analysis.num_baseline, analysis.findings = len(analysis.findings) - len(findings), findings
     return analysis
 
 
@@ -158,7 +158,7 @@ def _apply_rules(parsed: ParsedFile, changed: frozenset[int], analysis: Analysis
             lines = own_lines(node)
             allowed = _allowed(parsed, suppressions, rule, lines)
             if allowed is not None:
-                allowed.used.add(rule.id)
+                allowed.used_rules.add(rule.id)
             if changed.isdisjoint(lines):
                 continue
             finding = _finding(parsed, rule, lines.start, message)
@@ -205,7 +205,7 @@ def _problems(item: Suppression) -> Iterator[str]:
     elif not item.reason:
         yield "the suppression gives no reason, so it is ignored"
     # A module is new once, its suppression stays.
-    for name in sorted(item.rules - item.used - {NEW_MODULE_WITHOUT_TEST.id}):
+    for name in sorted(item.rules - item.used_rules - {NEW_MODULE_WITHOUT_TEST.id}):
         if name not in RULES:
             yield f"there is no rule {name}"
         elif item.reason:

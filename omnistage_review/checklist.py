@@ -84,7 +84,7 @@ ITEMS: tuple[Item, ...] = (
     Item("batching", (SERVER, ENGINE, WORKER), "Tasks are kept and their errors seen.", ("CON02",)),
     Item("batching", (SERVER, ENGINE, WORKER), "Queues are bounded; a full one refuses.", ("MEM02",)),
     Item("batching", (ENGINE, DIFFUSION), "Is the result of a request the same alone and in company?"),
-    Item("batching", (ENGINE,), "Can a request wait for ever while others pass it?"),
+    Item("batching", (ENGINE,), "Can a request starve while others pass it?"),
     Item("diffusion", (DIFFUSION,), "Timesteps come from the scheduler.", ("DIF01",)),
     Item(
         "diffusion",

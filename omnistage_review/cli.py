@@ -118,7 +118,7 @@ def _summary(report: Report) -> str:
     counts = ", ".join(f"{report.count(level)} {level.value}" for level in reversed(Severity))
     lines = [
         f"{len(report.change.files)} files: {counts}; "
-        f"{len(report.suppressed)} suppressed, {report.known} in the baseline"
+        f"{len(report.suppressed)} suppressed, {report.num_baseline} in the baseline"
     ]
     lines += [
         f"{item.path}:{item.line}: {item.rule} {item.message}"

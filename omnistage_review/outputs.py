@@ -68,8 +68,8 @@ def to_markdown(report: Report) -> str:
     where += f" ({change.url})" if _URL.fullmatch(change.url) else ""
     size = sum(file.size for file in change.files)
     lines.append(f"{where}. {len(change.files)} files, {size} lines added or removed. Findings: {counts}.")
-    if report.suppressed or report.known:
-        lines[-1] += f" Suppressed with a reason: {len(report.suppressed)}; in the baseline: {report.known}."
+    if report.suppressed or report.num_baseline:
+        lines[-1] += f" Suppressed with a reason: {len(report.suppressed)}; in the baseline: {report.num_baseline}."
     lines += ["", f"**Recommendation: {report.recommendation}**", "", *_bullets(report.reasons), ""]
     lines += [f"Risk: {report.risk} of 100 ({report.level}).", "", "## Areas", ""]
     lines += ["| area | files | lines | risk | critical |", "| --- | --- | --- | --- | --- |"]
@@ -176,7 +176,7 @@ def to_json(report: Report) -> str:
         ],
         "findings": [_finding_data(item) for item in report.findings],
         "suppressed": [{**_finding_data(item), "reason": reason} for item, reason in report.suppressed],
-        "baseline": report.known,
+        "baseline": report.num_baseline,
         "missing_tests": report.missing_tests,
         "missing_docs": report.missing_docs,
         "checklist": [{"topic": item.topic, "text": item.text, "rules": item.rules} for item in report.checklist],

@@ -27,7 +27,7 @@ class Report:
     change: Change
     findings: tuple[Finding, ...]
     suppressed: tuple[tuple[Finding, str], ...]
-    known: int
+    num_baseline: int
     areas: tuple[AreaSummary, ...]
     risk: int
     level: str
@@ -53,7 +53,7 @@ def build_report(change: Change, analysis: Analysis) -> Report:
         change=change,
         findings=tuple(analysis.findings),
         suppressed=tuple(analysis.suppressed),
-        known=analysis.known,
+        num_baseline=analysis.num_baseline,
         areas=tuple(areas),
         risk=risk,
         level=level,

@@ -8,7 +8,8 @@ code. A generator or coroutine is called again each time that it goes on.
 
 - A request: the distinct functions from the first byte sent until 0.5 s after the last one received, for a chat with a
   picture, a sound and a text, answered in 8 tokens of text and 96 of speech. It is the second one on its connection,
-  with another picture and sound than the first: what is done once has been done, and the encoders do work.
+  with another picture and sound than the first: what is done once has been done, and the encoders do work. The
+  thread that looks for hung stages every few seconds is left out: it would be counted in some runs only.
 - A token: the same greedy chat, text only, is sent with 16 and with 80 tokens, both for the second time. How much more
   often a function was called in the longer one, divided by 64, is its calls a token. Functions with at least half a
   call are those that a token crosses; the calls of a token are the sum of theirs.
@@ -45,6 +46,8 @@ from types import FrameType
 SHORT, LONG, SPOKEN, TALKER = 16, 80, 8, 96  # tokens asked for
 SETTLE_SECONDS = 0.5
 MODEL = "m"
+BY_THE_CLOCK = frozenset({"omnistage-watchdog"})
+"""Threads that do not work for a request."""
 CALLS_OF_A_TOKEN = 0.5
 # The command line without the families that are installed: those are of another checkout than the one measured.
 COMMAND = """
@@ -95,8 +98,10 @@ class Tracer:
         """What was called since `begin`."""
         self._on = False
         total: Counter[tuple[str, int, str]] = Counter()
-        for calls in list(self._calls.values()):
-            total.update(calls)
+        left_out = {thread.ident for thread in threading.enumerate() if thread.name in BY_THE_CLOCK}
+        for ident, calls in list(self._calls.items()):
+            if ident not in left_out:
+                total.update(calls)
         return [
             Call(path.removeprefix(self._place).replace(os.sep, "/"), line, name, calls)
             for (path, line, name), calls in total.items()

@@ -109,7 +109,9 @@ def measure_model(folder: Path, options: argparse.Namespace) -> None:
         note("torch: allocated", torch.cuda.memory_allocated())
         note("torch: reserved", torch.cuda.memory_reserved())
         note("torch: retries of the allocator", torch.cuda.memory_stats().get("num_alloc_retries", 0))
-        compare("all, after requests (less caches, reserve)", device.needed - device.reserve - idle, used() - others)
+        compare(
+            "all, after requests (less caches, reserve)", device.bytes_needed - device.reserve - idle, used() - others
+        )
         for name, stage in omni.orchestrator.stages.items():
             graphs = getattr(getattr(stage, "runner", None), "graphs", None)
             captures = getattr(getattr(getattr(stage, "component", None), "_graphs", None), "captures", None)

@@ -44,7 +44,7 @@ PROMPTS = (
     "Write a Python function that reverses a list.",
     "Summarise why leaves change colour in autumn.",
 )
-"""For those who give none; of pictures as well."""
+"""The default prompts; of pictures as well."""
 _MAX_ROWS = 256
 """Of the inputs by which a layer is judged."""
 

@@ -136,14 +136,14 @@ class Playback:
     """How a player got on with the audio of a request."""
 
     seconds: float = 0.0
-    waited: float = 0.0
+    wait: float = 0.0
     """Silence because the next chunk had not arrived."""
     stalls: int = 0
 
     @property
     def share(self) -> float:
         """Waiting per second of audio."""
-        return self.waited / self.seconds if self.seconds else 0.0
+        return self.wait / self.seconds if self.seconds else 0.0
 
 
 def play(chunks: Iterable[tuple[float, float]], buffer: float) -> Playback:
@@ -244,7 +244,7 @@ class Stutter:
         seconds = sum(playback.seconds for playback in playbacks)
         if not seconds:
             return None
-        total = sum(playback.waited for playback in playbacks)
+        total = sum(playback.wait for playback in playbacks)
         return cls(total, total / seconds, sum(playback.stalls > 0 for playback in playbacks) / len(playbacks))
 
 

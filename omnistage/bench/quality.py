@@ -34,7 +34,7 @@ GATES = {
     "structure_distance": Gate(0.1, at_least=False),
     "mel_distance": Gate(3.0, at_least=False),
 }
-"""By quantity, with the limit where nobody says."""
+"""By quantity, with the default limit."""
 
 
 def token_agreement(logits: Tensor, reference: Tensor) -> float:

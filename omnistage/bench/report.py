@@ -214,7 +214,7 @@ def _row(outcome: Outcome, buffer: float) -> dict[str, Any]:
     return {
         **{name: getattr(outcome, name) for name in _ROW},
         **{name: round(getattr(outcome, name), 6) for name in ("due", "sent", "latency")},
-        "underrun_seconds": playback.waited,
+        "underrun_seconds": playback.wait,
         "underruns": playback.stalls,
         # Seconds from sending.
         "token_times": [round(arrival - outcome.sent, 6) for arrival in outcome.token_times],

@@ -52,7 +52,7 @@ def bench(
     """
     if context.invoked_subcommand is not None:
         if quick or folder is not None:
-            raise InvalidRequestError("takes no --quick, and --out only after it; put --out behind it", param="serve")
+            raise InvalidRequestError("--quick is not supported here; put --out after serve", param="serve")
         return
     from omnistage.bench.offline import run
 

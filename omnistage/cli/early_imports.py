@@ -63,7 +63,7 @@ def _import(folders: list[str]) -> None:
         for kind in _model_types(folders):
             if find_spec(f"transformers.models.{kind}") is not None:
                 import_module(f"transformers.models.{kind}.modeling_{kind}")
-    except Exception:  # a boundary: an import can raise anything, and does so again for whoever needs it
+    except Exception:  # a boundary: an import can raise anything, and does so again where it is needed
         return
 
 
@@ -81,7 +81,7 @@ def _read_ahead(folders: Sequence[str]) -> None:
                     offset = 0
                     while count := os.sendfile(target.fileno(), file.fileno(), offset, _READ_BYTES):
                         offset += count
-    except (OSError, AttributeError):  # not on this system, or files that whoever loads them will name
+    except (OSError, AttributeError):  # not on this system, or missing files, which loading them reports
         return
 
 

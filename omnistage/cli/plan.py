@@ -75,7 +75,7 @@ def as_dict(plan: MemoryPlan) -> dict[str, object]:
     """The plan as JSON: sizes in bytes."""
     values = dataclasses.asdict(plan)
     for device, planned in zip(values["devices"], plan.devices, strict=True):
-        device |= {"needed": planned.needed, "fits": planned.fits}
+        device |= {"needed": planned.bytes_needed, "fits": planned.fits}
     return {**values, "fits": plan.fits}
 
 
@@ -91,7 +91,7 @@ def describe(plan: MemoryPlan) -> Iterator[Table | Text]:
 
 def _table(plan: MemoryPlan, device: PlannedDevice) -> Table:
     where = "host memory" if device.name == "cpu" else device.name
-    unit, name = (GIB, "GiB") if device.needed >= GIB else (2**20, "MiB")
+    unit, name = (GIB, "GiB") if device.bytes_needed >= GIB else (2**20, "MiB")
 
     def cell(size: int) -> str:
         return f"{size / unit:.2f}" if size else "-"
@@ -114,13 +114,13 @@ def _table(plan: MemoryPlan, device: PlannedDevice) -> Table:
         table.add_row("reserve", "", *empty, cell(device.reserve))
     totals = [cell(sum(getattr(stage.memory, part) for stage in device.stages)) for part, *_ in columns_shown]
     table.add_section()
-    table.add_row("all", "", *totals, cell(device.needed))
+    table.add_row("all", "", *totals, cell(device.bytes_needed))
     return table
 
 
 def _bar(device: PlannedDevice) -> Iterator[Text]:
     """One line: what is taken, by what it is for, out of what is there."""
-    whole = max(device.available or 0, device.needed, 1)
+    whole = max(device.available or 0, device.bytes_needed, 1)
     pieces = [(sum(getattr(stage.memory, name) for stage in device.stages), colour) for name, _, colour in _PARTS]
     pieces.append((device.context + device.reserve, "white"))
     bar, end, columns_drawn = Text(), 0, 0
@@ -130,7 +130,9 @@ def _bar(device: PlannedDevice) -> Iterator[Text]:
         bar.append("█" * columns, style=colour)
         columns_drawn += columns
     bar.append("░" * (_BAR_COLUMNS - columns_drawn), style="dim")
-    bar.append(f" {gib(device.needed)}" + (f" of {gib(device.available)}" if device.available is not None else ""))
+    bar.append(
+        f" {gib(device.bytes_needed)}" + (f" of {gib(device.available)}" if device.available is not None else "")
+    )
     yield bar
 
 
@@ -138,8 +140,8 @@ def _verdict(plan: MemoryPlan) -> Iterator[Text]:
     count, length = plan.concurrency, plan.context
     size = f" of {length:,} tokens each" if plan.has_context else ""
     if plan.fits:
-        asked_count, asked_length = plan.asked
-        fewer = (count, length) != plan.asked
+        asked_count, asked_length = plan.request
+        fewer = (count, length) != plan.request
         text = f"fits: {count} request{'s' if count > 1 else ''} at once{size}"
         if fewer:
             asked_size = f" of {asked_length:,} tokens" if plan.has_context else ""

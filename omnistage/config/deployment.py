@@ -30,7 +30,7 @@ class GroupConfig(ConfigModel):
     num_cpus: float = Field(default=1.0, ge=0.0, le=1024.0, description="That Ray reserves for each process.")
     num_gpus: float = Field(default=0.0, ge=0.0, le=1024.0, description="The same; less than 1 is a share of a GPU.")
     hang_seconds: Annotated[Seconds, Field(ge=0.1)] = Field(
-        default=2.0, description="A process that has work and gives no sign of life for so long is ended."
+        default=2.0, description="A process that has work and does not respond for this long is ended."
     )
     max_restarts: CountOrZero = Field(
         default=5, description="Restarts of a process that has ended, each within 10 minutes of the last."

@@ -13,7 +13,6 @@ from omnistage.core.validation import short_repr
 RECIPE_FILE = "quantisation.json"
 """Of a quantised checkpoint: what is quantised in which stage."""
 Scheme = Literal["int8", "int4", "int8_dynamic", "float8"]
-SCHEMES: tuple[Scheme, ...] = ("int8", "int4", "int8_dynamic", "float8")
 
 
 def _check_pattern(pattern: str) -> str:

@@ -173,7 +173,7 @@ def _add_recipe(layers: Layers, folder: Path) -> None:
         raise CheckpointError(f"{RECIPE_FILE} in {folder} names no stages; fetch the model again")
     for name, recipe in stages.items():
         if name not in layers.section("pipeline", "stages"):
-            raise CheckpointError(f"{RECIPE_FILE} in {folder} names a stage {short_repr(name)} that there is not")
+            raise CheckpointError(f"{RECIPE_FILE} in {folder} names an unknown stage {short_repr(name)}")
         layers.set(("pipeline", "stages", name, "quantize"), recipe, Source(RECIPE_FILE))
 
 

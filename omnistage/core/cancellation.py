@@ -25,7 +25,7 @@ class Cancellation:
     """One request's deadline and abort. Thread-safe.
 
     Deadlines are times of `time.monotonic`. Nothing happens by itself when one passes: `check` and `result` notice it,
-    and whoever waits for the request calls `cancel` then.
+    and the code that waits for the request calls `cancel` then.
     """
 
     def __init__(self, deadline: float | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -135,7 +135,7 @@ def current_cancellation() -> Cancellation:
 def cancellation_scope(cancellation: Cancellation | None = None) -> Iterator[Cancellation]:
     """Work inside the block, and in threads started from it with its context, belongs to one request.
 
-    Leaving the block cancels it: what is still running then has nobody who waits for it. Without an argument an
+    Leaving the block cancels it: what is still running then is not awaited any more. Without an argument an
     enclosing scope is used where there is one.
     """
     enclosing = _CURRENT.get()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 
 
-def moved(old: str, *new: str, renamed: Mapping[str, str] | None = None) -> Callable[[str], object]:
+def forward_names(old: str, *new: str, renamed: Mapping[str, str] | None = None) -> Callable[[str], object]:
     """A module's `__getattr__` that finds its names in the modules that they moved to, with a warning.
 
     `renamed` has the new names of those that moved under another one.

@@ -3,7 +3,7 @@
 
 A boundary around a stage, a component, a bridge or a sink catches `BaseException`, and calls `log_defect` or
 `stage_failure` first. `Exception` is not enough: a Rust extension panics with a `PanicException`, a library may call
-`sys.exit`, and a thread that either of them ends leaves everyone who waits for it waiting. One rule is in `log_defect`:
+`sys.exit`, and a thread that either of them ends would never give its waiters a result. One rule is in `log_defect`:
 Ctrl-C, which only ever reaches the main thread, is raised again there.
 """
 
@@ -42,7 +42,7 @@ _LOST_DEVICE = (
 def log_defect(where: str, error: BaseException) -> None:
     """Log an unexpected error by its type and frames. Its message may quote user content, so it is left out.
 
-    Raises Ctrl-C again: whoever drives stages in the main thread (a test, a notebook) wants to stop them.
+    Raises Ctrl-C again: code that drives stages in the main thread (a test, a notebook) is to be stopped.
     """
     raise_interrupt(error)
     frames = "".join(traceback.format_tb(error.__traceback__))

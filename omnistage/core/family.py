@@ -196,17 +196,17 @@ class VoiceCloner(Protocol):
 
 @runtime_checkable
 class Transcriber(Protocol):
-    """An input processor of a model that can write down what is said without a thought about it. Thread-safe."""
+    """An input processor of a model that can transcribe audio without its language model. Thread-safe."""
 
     def transcribe(self, clip: AudioClip, over: Callable[[], bool] | None = None) -> str:
-        """The words in audio at `audio_sample_rate`; empty where there are none.
+        """The text of audio at `audio_sample_rate`; empty where there is no speech.
 
-        It takes as long as it takes, but asks now and then whether it is `over`: then what it gives is of no use.
+        It calls `over` now and then and may stop once that is true: the result is not used then.
         """
 
     @property
     def audio_sample_rate(self) -> int:
-        """Samples a second that it hears."""
+        """Sample rate of the audio that it takes, in Hz."""
 
 
 @runtime_checkable
@@ -223,7 +223,7 @@ class SpeechRecognizer(Protocol):
 
     @property
     def audio_sample_rate(self) -> int:
-        """Samples a second that it hears."""
+        """Sample rate of the audio that it takes, in Hz."""
 
     @property
     def has_timestamps(self) -> bool: ...

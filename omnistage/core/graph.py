@@ -103,7 +103,7 @@ class PipelineGraph:
         edge = self.incoming.get(stage)
         return None if edge is None else edge.bridge
 
-    def needed(self, modalities: Collection[Modality]) -> frozenset[str]:
+    def stages_for(self, modalities: Collection[Modality]) -> frozenset[str]:
         """The stages that must run to give `modalities`: those that emit them and all their ancestors."""
         outputs = ", ".join(self.outputs)
         if not modalities:

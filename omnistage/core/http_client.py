@@ -72,13 +72,13 @@ class Response:
     _connection: _Connection = field(repr=False)
 
     async def stream(self) -> AsyncGenerator[tuple[float, bytes]]:
-        """Parts of the body, each with the time at which it arrived (`time.perf_counter`)."""
+        """Pieces of the body, each with its arrival time (`time.perf_counter`)."""
         connection = self._connection
         with _protocol_errors():
             while not isinstance(event := await connection.next_event(), h11.EndOfMessage):
                 if not isinstance(event, h11.Data):
                     raise BrokenResponseError("the response is incomplete")
-                yield connection.arrived, bytes(event.data)
+                yield connection.arrival, bytes(event.data)
 
     async def read_json(self) -> Any:
         """The body as JSON; None where it is none, or too long."""
@@ -111,7 +111,7 @@ class _Connection:
         self._reader = reader
         self._writer = writer
         self._http = h11.Connection(h11.CLIENT)
-        self.arrived = 0.0
+        self.arrival = 0.0
 
     async def send(self, method: str, target: str, headers: list[tuple[str, str]], body: bytes) -> Response:
         http = self._http
@@ -127,7 +127,7 @@ class _Connection:
     async def next_event(self) -> h11.Event | type[h11.PAUSED]:
         while (event := self._http.next_event()) is h11.NEED_DATA:
             data = await self._reader.read(_READ_BYTES)
-            self.arrived = time.perf_counter()
+            self.arrival = time.perf_counter()
             self._http.receive_data(data)
         return event  # type: ignore[return-value]  # h11 types its markers as classes of themselves
 

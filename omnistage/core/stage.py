@@ -144,7 +144,7 @@ class Stage(ABC):
         """
 
     def step_seconds(self) -> StepSeconds | None:
-        """How long its steps took, where they are made elsewhere; None: whoever calls `step` knows. As `stats`."""
+        """How long its steps took, where they run elsewhere; None: the caller of `step` measures it. As `stats`."""
         return None
 
     def drain(self) -> list[StageChunk]:

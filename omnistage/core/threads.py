@@ -47,7 +47,7 @@ class _Job(Future[_Result]):
         self._work: Callable[[], _Result] | None = work
 
     def run(self) -> None:
-        work, self._work = self._work, None  # its data end with it, however long somebody keeps the result
+        work, self._work = self._work, None  # its data end with it, however long the result is kept
         if not self.set_running_or_notify_cancel() or work is None:
             return
         try:
@@ -62,11 +62,11 @@ class _Job(Future[_Result]):
             failure.__cause__ = error
             self.set_exception(failure)
         else:
-            work = None  # first: whoever waits for the result may end the interpreter, and data must not end after it
+            work = None  # first: the waiting thread may end the interpreter, and data must not end after it
             self.set_result(result)
 
     def cancel(self) -> bool:
-        """Also leaves the queue: what nobody wants takes no memory until a thread would have come to it."""
+        """Also leaves the queue, so that its data are released at once."""
         cancelled = super().cancel()
         if cancelled and self._threads.withdraw(self):
             self._work = None
@@ -169,7 +169,7 @@ class DaemonThreads(Executor):
             return job
 
     def _startable(self) -> _Job[Any] | None:
-        """The oldest work of the first owner who may have one more thread."""
+        """The oldest work of the first owner that may have one more thread."""
         share = max(self._max_threads // 2, 1)
         for owner, jobs in self._jobs.items():
             if owner is None or self._running_by_owner[owner] < share:

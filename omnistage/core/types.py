@@ -250,7 +250,7 @@ class ModuleInput:
 class ChatInput:
     """A conversation whose media are still audio and images: the input of a stage that transcribes. Always complete.
 
-    It has messages, or a bare prompt, or tokens. Where nothing of it is left to hear or to see, messages or a bare
+    It has messages, or a bare prompt, or tokens. Where none of its media are left, messages or a bare
     prompt come with the tokens that they make, so that the stage need not make them.
     """
 
@@ -260,7 +260,7 @@ class ChatInput:
     prompt: str | None = None
     """A bare prompt instead of messages; no template is applied."""
     tokens: OmniTokensPrompt | None = None
-    drawn: OmniTokensPrompt | None = None
+    drawing_prompt: OmniTokensPrompt | None = None
     """A bare prompt as a user's message: what is read where only a picture is asked for."""
     template: TemplateOptions | None = None
     """How the chat template is applied; None: plainly."""
@@ -349,7 +349,7 @@ class TokenChunk:
     cached_tokens: int = 0
     """Of the prompt, found in the prefix cache; on one chunk of an answer only."""
     prompt_tokens: int = 0
-    """Of the prompt, where the stage counted them and nobody before it; on one chunk of a request only."""
+    """Of the prompt, where the stage counted them first; on one chunk of a request only."""
     unlisted_tokens: int = 0
     """Tokens generated beside all `token_ids`: a server may tell their number alone."""
     frames: tuple[tuple[int, ...], ...] = ()

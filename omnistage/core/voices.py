@@ -37,9 +37,9 @@ class VoiceNames:
             return name
         if isinstance(name, str):
             folded = name.casefold()
-            alike = [voice for voice in self.voices if voice.casefold() == folded]
-            if len(alike) == 1:
-                return alike[0]
+            matches = [voice for voice in self.voices if voice.casefold() == folded]
+            if len(matches) == 1:
+                return matches[0]
             for alias in (name, folded):
                 if alias in self.aliases:
                     return self.aliases[alias]

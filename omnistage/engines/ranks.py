@@ -34,7 +34,7 @@ class ComputeGroup(Protocol):
 class OtherRanks(Protocol):
     """The other ranks of a stage, as rank 0 sees them."""
 
-    lost: StageLostError | None
+    failure: StageLostError | None
     """Why no step can be computed any more."""
 
     @property
@@ -71,12 +71,12 @@ class RankedStage(Stage):
     _ranks: OtherRanks
 
     def has_work(self) -> bool:
-        return self._ranks.lost is not None or super().has_work()  # type: ignore[safe-super]
+        return self._ranks.failure is not None or super().has_work()  # type: ignore[safe-super]
 
     def step(self) -> list[StageChunk]:
-        chunks = [] if self._ranks.lost is not None else super().step()  # type: ignore[safe-super]
-        if self._ranks.lost is not None:  # what was computed without a rank is not passed on
-            raise self._ranks.lost
+        chunks = [] if self._ranks.failure is not None else super().step()  # type: ignore[safe-super]
+        if self._ranks.failure is not None:  # what was computed without a rank is not passed on
+            raise self._ranks.failure
         return chunks
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ class Batch:
 
     def __init__(self, size: int) -> None:
         self.outputs: list[OmniRequestOutput | None] = [None] * size
-        self.done = 0
+        self.num_done = 0
         self.tokens = 0
         self.steps: dict[int, tuple[int, int]] = {}
         """Denoising steps of each request, done and in all, for those that have any."""
@@ -43,13 +43,13 @@ class Batch:
     def put(self, index: int, output: OmniRequestOutput) -> None:
         with self.changed:
             self.outputs[index] = output
-            self.done += 1
+            self.num_done += 1
             self.changed.notify_all()
 
     def wait(self, timeout: float) -> bool:
         """Wait for the last output; whether all are there."""
         with self.changed:
-            return self.changed.wait_for(lambda: self.done == len(self.outputs), timeout)
+            return self.changed.wait_for(lambda: self.num_done == len(self.outputs), timeout)
 
 
 class BatchBar:
@@ -75,9 +75,9 @@ class BatchBar:
             with batch.changed:
                 steps_done, total = (sum(part) for part in zip(*batch.steps.values(), strict=True))
             # The bar moves with the steps: a single picture would otherwise show nothing until it is there.
-            self._bar.update(self._task, completed=steps_done, total=total, pace=f"steps, {batch.done} done")
+            self._bar.update(self._task, completed=steps_done, total=total, pace=f"steps, {batch.num_done} done")
         else:
-            self._bar.update(self._task, completed=batch.done, pace=f"{batch.tokens / elapsed:.0f} tokens/s")
+            self._bar.update(self._task, completed=batch.num_done, pace=f"{batch.tokens / elapsed:.0f} tokens/s")
 
     def __enter__(self) -> Self:
         self._bar.start()

@@ -62,7 +62,7 @@ Report = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """All that a front door needs to run a model."""
+    """All that `Omni` and `AsyncOmni` need to run a model."""
 
     graph: PipelineGraph
     stages: Mapping[str, Stage]
@@ -212,7 +212,7 @@ def load_plan(resolved: ResolvedConfig, registry: Registry) -> MemoryPlan | None
 def plan_memory(resolved: ResolvedConfig, *, registry: Registry = REGISTRY, anywhere: bool = False) -> MemoryPlan:
     """The memory plan of a model, from its configuration alone.
 
-    `anywhere` is for a machine that is not this one: nobody asks whether its devices exist.
+    `anywhere` is for another machine: whether its devices exist is not checked.
     """
     deployment = resolved.config.deployment
     place_stage = partial(place_anywhere if anywhere else place, deployment=deployment)

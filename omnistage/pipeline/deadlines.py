@@ -24,7 +24,7 @@ class DeadlineTimer(Generic[Owner]):
         self._clock = clock
         self._changed = threading.Condition()
         self._heap: list[tuple[float, int]] = []
-        # By token, and only here: what has been discarded keeps nobody's media in memory until its time.
+        # By token, and only here: what has been discarded keeps no request's media in memory until its time.
         self._owners: dict[int, Owner] = {}
         self._next_token = 0
         self._stopping = False

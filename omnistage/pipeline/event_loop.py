@@ -42,7 +42,7 @@ class LoopCalls:
         if (wait := self._not_before - loop.time()) > 0:
             loop.call_later(wait, self._make, loop)
             return
-        self._called = False  # first: who comes from here on calls again
+        self._called = False  # first: what is added from here on calls again
         count = 0
         while self._waiting:
             try:

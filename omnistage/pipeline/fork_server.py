@@ -48,7 +48,7 @@ def is_safe() -> bool:
 
 
 class Forks:
-    """Forks a process for each request from the control socket, and reports its end to who asked for it."""
+    """Forks a process for each request from the control socket, and reports its end to the one that asked."""
 
     def __init__(self, control: socket.socket, command: Sequence[str]) -> None:
         self._control = control
@@ -79,7 +79,7 @@ class Forks:
         self._selector.register(handle, selectors.EVENT_READ)
         try:
             socket.send_fds(reports, [pid.to_bytes(PID_BYTES)], [handle])
-        except OSError:  # who asked has given up: nobody holds the other end of its socket, so it ends
+        except OSError:  # the requester has gone and closed the other end of the socket, so it ends
             return
 
     def _run(self, worker: int, status: int) -> None:
@@ -107,7 +107,7 @@ class Forks:
         with reports:
             try:
                 reports.send(os.waitstatus_to_exitcode(status).to_bytes(CODE_BYTES, signed=True))
-            except OSError:  # nobody wants to know any more
+            except OSError:  # the requester has gone
                 return
 
 

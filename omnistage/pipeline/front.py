@@ -1,4 +1,4 @@
-"""What both front doors share: the parts of a model, and the orchestrator over them."""
+"""The base of `Omni` and `AsyncOmni`: the parts of a model, and the orchestrator over them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from omnistage.placement.replicas import ReplicaStats
 
 
 class Front:
-    """What both doors share: the parts, built from a model or given, and the orchestrator over them."""
+    """The base of both: the parts, built from a model or given, and the orchestrator over them."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Front:
         deployment: DeploymentConfig | None = None,
         limits: LimitsConfig | None = None,
     ) -> Self:
-        """A door over stages that exist already, for tests and for embedding."""
+        """An engine over stages that exist already, for tests and for embedding."""
         self = cls.__new__(cls)
         deployment, limits = deployment or DeploymentConfig(), limits or LimitsConfig()
         self._open(EngineParts(graph, stages, bridges, defaults, processor, deployment, limits))
@@ -103,7 +103,7 @@ class Front:
         self._output_buffer = deployment.output_buffer
         self._preparing: dict[str, Cancellation] = {}
         """Requests that the orchestrator does not know yet, by id."""
-        # Stage threads keep the orchestrator alive: a door that is dropped without being closed must stop them.
+        # Stage threads keep the orchestrator alive: an engine that is dropped without being closed must stop them.
         self._finalizer = weakref.finalize(self, self.orchestrator.shutdown, False)
 
     def _plan(

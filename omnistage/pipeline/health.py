@@ -39,7 +39,7 @@ class StageHealth:
     hung: bool = False
     """It has taken so long that it is not expected to end."""
     unavailable: str | None = None
-    """Why it takes no requests for now, in its own words: its work is done elsewhere, and there is nobody there."""
+    """Why it takes no requests for now, in its own words: the process or server that does its work is away."""
     failures: int = 0
     rebuilds: int = 0
 

@@ -164,7 +164,7 @@ class Links:
 
 
 def _without_tensors(chunk: StageChunk) -> StageChunk:
-    """What the service counts of a chunk that nobody there reads."""
+    """What the service counts of a chunk that it does not read."""
     payload = chunk.payload
     if isinstance(payload, TokenChunk) and (payload.hidden is not None or payload.prompt is not None):
         return replace(chunk, payload=replace(payload, hidden=None, prompt=None))

@@ -38,7 +38,7 @@ MAX_FAILED_STEPS = 5
 _turn = threading.local()
 """`fed` of a thread whose loop delivers what a step gave: the loops that it feeds, told when all is delivered."""
 _RECENT_REQUESTS = 1024
-"""Ids kept to tell a late chunk of a request that has ended from one that belongs to nobody."""
+"""Ids kept to tell a late chunk of a request that has ended from one of an unknown request."""
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class StageLoop(Generic[Owner]):
 
     def feed(self, request_id: str, feed: StageFeed, owner: Owner) -> None:
         """What one turn of another loop feeds comes together, at its end: its receivers run in one batch."""
-        # In one line whoever feeds: what several stages feed a request stays in the order of these calls.
+        # One queue for all sources: what several stages feed a request stays in the order of these calls.
         self._feeds.append(Feed(owner, request_id, feed))
         if (fed := getattr(_turn, "fed", None)) is not None:
             fed[self] = None
@@ -242,7 +242,7 @@ class StageLoop(Generic[Owner]):
                 busy = True
         except BaseException as error:
             # The boundary of a stage: its defect ends the requests in it, not the loop. Without any the loop rests, or
-            # a stage that is broken for good would keep it busy for ever, and from stopping.
+            # a stage that is broken for good would keep it busy, and from stopping.
             busy = busy or bool(self._live)
             self._step_failed(error)
         self._busy = busy
@@ -343,10 +343,10 @@ class StageLoop(Generic[Owner]):
             raise chunk.error
 
     def _reject(self, chunk: StageChunk, live: _Live[Owner] | None) -> None:
-        """A chunk that the stage must not emit ends its request; one of nobody's request ends all of them."""
+        """A chunk that the stage must not emit ends its request; one of an unknown request ends all of them."""
         name = self.stage.name
         if live is not None:
-            defect = chunk_defect(chunk, name) or StageError(f"stage {name!r} emitted a chunk for no open answer")
+            defect = chunk_defect(chunk, name) or StageError(f"stage {name!r} emitted a chunk for a closed answer")
             _log.error("%s", defect)
             self._fail(live.owner, chunk.request_id, defect)
         elif chunk.request_id in self._recent:

@@ -238,40 +238,39 @@ class Orchestrator:
     def _on_chunk(self, run: RequestRun, chunk: StageChunk) -> None:
         """Take a chunk, in the emitting stage's thread. The boundary of routing: what fails ends this request."""
         try:
-            self._advance(run, chunk)
-        except OmniError as error:
-            self._end(run, FinishReason.ERROR, error)
-        except BaseException as error:
-            self._end(run, FinishReason.ERROR, internal_error(f"routing a chunk of stage {chunk.stage!r}", error))
-        if run.final_due:  # it ended while this thread was in its sink
-            run.emit_final()
-
-    def _advance(self, run: RequestRun, chunk: StageChunk) -> None:
-        if not run.record(chunk):
-            return
-        with run.emit_lock:
-            item = run.output.add(chunk)
-            if item is not None:
-                run.sink(item)
-        stage, finish = run.stages[chunk.stage], chunk.finish
-        if finish is not None or chunk.error is not None:
+            if not run.record(chunk):
+                return
+            stage, finish = run.stages[chunk.stage], chunk.finish
+            with run.emit_lock:
+                item = run.output.add(chunk)
+                if item is not None:
+                    run.sink(item)
             if chunk.error is not None or finish is FinishReason.ERROR:
                 error = chunk.error or StageError(f"stage {chunk.stage!r} ended with an error that it did not give")
                 self._end(run, FinishReason.ERROR, error)
-                return
-            if finish in (FinishReason.ABORT, FinishReason.DEADLINE):
+            elif finish in (FinishReason.ABORT, FinishReason.DEADLINE):
                 self._end(run, finish)
-                return
-        if stage.targets and (chunk.payload is not None or finish is not None):
-            for target in stage.targets:
-                self._fold(run, target, chunk)
-        if not stage.open_answers:
-            skipped, reason = run.stage_ended(chunk.stage)
-            if reason is not None:
-                self._end(run, reason)
-            for target in skipped:
-                end = StageChunk(run.info.request_id, target, finish=FinishReason.STOP, time=self._clock())
-                self._advance(run, end)  # as any chunk
+            else:
+                if stage.targets and (chunk.payload is not None or finish is not None):
+                    for target in stage.targets:
+                        self._fold(run, target, chunk)
+                if not stage.open_answers:
+                    self._stage_ended(run, chunk.stage)
+        except OmniError as failure:
+            self._end(run, FinishReason.ERROR, failure)
+        except BaseException as failure:
+            self._end(run, FinishReason.ERROR, internal_error(f"routing a chunk of stage {chunk.stage!r}", failure))
+        finally:
+            if run.final_due:  # it ended while this thread was in its sink
+                run.emit_final()
+
+    def _stage_ended(self, run: RequestRun, name: str) -> None:
+        skipped, reason = run.stage_ended(name)
+        if reason is not None:
+            self._end(run, reason)
+        for target in skipped:
+            end = StageChunk(run.info.request_id, target, finish=FinishReason.STOP, time=self._clock())
+            self._on_chunk(run, end)  # as any chunk
 
     def _fold(self, run: RequestRun, target: str, chunk: StageChunk) -> None:
         """Run the bridge into `target` over a chunk and queue what it gives."""
@@ -401,11 +400,11 @@ class Orchestrator:
 
     def run_once(self) -> bool:
         """Without threads: expire deadlines, then one turn of every stage in graph order. Whether anything ran."""
-        ran = self._timer.tick()
-        ran = self._supervisor.tick() or ran
+        busy = self._timer.tick()
+        busy = self._supervisor.tick() or busy
         for loop in self._loops.values():
-            ran = loop.run_pending() or ran
-        return ran
+            busy = loop.run_pending() or busy
+        return busy
 
     def run_until_idle(self) -> None:
         """Without threads: run until nothing is runnable. Requests that wait for time or input may remain."""
@@ -419,7 +418,7 @@ class Orchestrator:
         """
         give_up = time.monotonic() + timeout
         with self._room:
-            if self._closed_stages:  # also where a stage is stuck in a step: nobody waits for it twice
+            if self._closed_stages:  # also where a stage is stuck in a step: it is waited for once
                 return
             self._closing = True
             self._room.notify_all()

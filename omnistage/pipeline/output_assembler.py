@@ -91,7 +91,7 @@ class OutputAssembler:
                     self._request_id, modality, chunk.index, text, ids, logprobs, None, None, None, None, finish
                 )
         elif isinstance(payload, Progress):
-            # Of interest whatever stage it is of: the one that draws is seldom the one that gives the picture.
+            # Of any stage: the one that denoises is rarely the one that outputs the picture.
             return OutputChunk(self._request_id, self._main_modality, progress=payload)
         if modality is None:
             return None

@@ -30,7 +30,7 @@ class PhaseTimes:
                 self._phase = phase
 
     def end(self) -> None:
-        """End the phase; what follows until the next is nobody's."""
+        """End the phase; what follows until the next belongs to none."""
         with self._lock:
             self._end()
 

@@ -43,8 +43,8 @@ _long_media = DaemonThreads(2, "omnistage-long-media", max_share=1 / 4)
 
 
 class Lane(Enum):
-    """What preparing a request may take: hardly anything, decoding, compiling, time of the interpreter, or that and
-    decoding."""
+    """What preparing a request mostly takes: little, decoding, compiling, time of the interpreter, or that
+    and decoding."""
 
     SHORT = "short"
     MEDIA = "media"

@@ -37,7 +37,7 @@ _COMMAND = ("-m", "omnistage.pipeline.rank")
 _NOTICE_SECONDS = 1.0
 """For the end of a rank to be noticed that a step has failed of."""
 HANG_SECONDS = 2.0
-"""Without a sign of life, after which a rank is taken for hung. One that waits for another gives them, too: they come
+"""Without a heartbeat, after which a rank is taken for hung. One that waits for another sends them, too: they come
 from a thread of their own."""
 
 
@@ -119,7 +119,7 @@ class Ranks:
     def __init__(self, context: LoadContext, stage_cfg: RankedConfig, group: ComputeGroup) -> None:
         """They load while this process does."""
         size, self.group = group.size, group
-        self.lost: StageLostError | None = None
+        self.failure: StageLostError | None = None
         self.on_lost: Callable[[], None] = lambda: None
         self._name, self._device = context.stage_name, context.device
         key = "tensor_parallel" if isinstance(stage_cfg, ARStageConfig) else "context_parallel"
@@ -186,24 +186,24 @@ class Ranks:
     def fail(self, error: BaseException) -> StageLostError:
         if not self._ended.wait(_NOTICE_SECONDS):
             log_defect(f"a step of stage {self._name!r} on rank 0", error)
-        lost = self._lose(f"a step failed on rank 0 of stage {self._name!r} with {type(error).__name__}")
+        failure = self._lose(f"a step failed on rank 0 of stage {self._name!r} with {type(error).__name__}")
         for worker in self._workers:
             worker.kill()
-        return lost
+        return failure
 
     # ------------------------------------------------------------------------------------------------ ending
 
     def _watch(self) -> None:
-        """Until the end: end a rank that gives no sign of life, which then is a rank that has ended."""
-        heard, missed = dict.fromkeys(self._workers, 0.0), dict.fromkeys(self._workers, 0)
+        """Until the end: end a rank that does not respond, which then is a rank that has ended."""
+        last_signs, missed_beats = dict.fromkeys(self._workers, 0.0), dict.fromkeys(self._workers, 0)
         while not self._ended.wait(BEAT_SECONDS):
             for rank, worker in enumerate(self._workers, start=1):
                 # Counted, since this process may have been stopped itself.
-                missed[worker] = missed[worker] + 1 if worker.heard == heard[worker] else 0
-                heard[worker] = worker.heard
-                silent = missed[worker] * BEAT_SECONDS
-                if missed[worker] and worker.unexplained_silence(silent) >= HANG_SECONDS:
-                    self._lose(f"rank {rank} of stage {self._name!r} has given no sign of life for {silent:g} s")
+                missed_beats[worker] = missed_beats[worker] + 1 if worker.heard == last_signs[worker] else 0
+                last_signs[worker] = worker.heard
+                silent = missed_beats[worker] * BEAT_SECONDS
+                if missed_beats[worker] and worker.unexplained_silence(silent) >= HANG_SECONDS:
+                    self._lose(f"rank {rank} of stage {self._name!r} has not responded for {silent:g} s")
                     worker.kill()
 
     def _rank_ended(self, rank: int, worker: Worker) -> None:
@@ -216,10 +216,10 @@ class Ranks:
     def _lose(self, why: str) -> StageLostError:
         """Note why the stage cannot go on; the first reason counts."""
         with self._lock:
-            if self.lost is None:
-                self.lost = StageLostError(f"{why}; the stage is being rebuilt, try again later")
+            if self.failure is None:
+                self.failure = StageLostError(f"{why}; the stage is being rebuilt, try again later")
             self._ended.set()
-            return self.lost
+            return self.failure
 
     def close(self) -> None:
         """End the processes."""

@@ -1,8 +1,8 @@
 """Deprecated path: see `omnistage.core.family` and `omnistage.core.registry` and `omnistage.models.registry`."""
 
-from omnistage.core.deprecation import moved
+from omnistage.core.deprecation import forward_names
 
-__getattr__ = moved(
+__getattr__ = forward_names(
     __name__,
     "omnistage.core.family",
     "omnistage.core.registry",

@@ -98,17 +98,17 @@ class Route:
 
     @classmethod
     def over(cls, graph: PipelineGraph, modalities: frozenset[Modality]) -> Self:
-        needed = graph.needed(modalities)
-        lead = graph.lead if graph.lead in needed else graph.entry
-        order = tuple(name for name in graph.order if name in needed)
+        stages = graph.stages_for(modalities)
+        lead = graph.lead if graph.lead in stages else graph.entry
+        order = tuple(name for name in graph.order if name in stages)
         return cls(
             order,
             graph.entry,
             lead,
             graph.outputs.get(Modality.TEXT) == lead,
-            needed == graph.ancestors([lead]),
-            {name: needed.intersection(graph.sources(name)) for name in order},
-            {name: tuple(target for target in graph.targets(name) if target in needed) for name in order},
+            stages == graph.ancestors([lead]),
+            {name: stages.intersection(graph.sources(name)) for name in order},
+            {name: tuple(target for target in graph.targets(name) if target in stages) for name in order},
             {stage: modality for modality, stage in graph.outputs.items() if modality in modalities},
             frozenset(source for name in order for source in graph.sources(name) if graph.incoming[name].reads_hidden),
         )
@@ -134,7 +134,7 @@ def spread(params: Mapping[str, StageParams], types: Mapping[str, type[StagePara
         sets = [each for name in types if isinstance(each := params.get(name), kind)]
         if sets:
             merged = reduce(lambda left, right: left.merged(right), sets)
-            result.update({name: merged for name, taken in types.items() if taken is kind})
+            result.update({name: merged for name, params_type in types.items() if params_type is kind})
     return result
 
 
@@ -330,8 +330,8 @@ class RequestRun:
     def emit_final(self) -> None:
         """Give the sink of a request that is over its last item, once.
 
-        Where another thread is in the sink, that one does it when it comes out: nobody waits for a consumer, least of
-        all the thread that ends requests at their deadlines.
+        Where another thread is in the sink, that one does it when it comes out: no thread waits for a consumer, least
+        of all the thread that ends requests at their deadlines.
         """
         while self.final_due and self.emit_lock.acquire(blocking=False):
             try:

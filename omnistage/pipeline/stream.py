@@ -25,7 +25,7 @@ class OutputStream(AsyncIterator[OutputChunk]):
     trace: Trace
     """What ran when; the stages still change it."""
     _items: Iterator[OutputChunk] = iter(())
-    """What was taken, for who reads item by item."""
+    """Items that were taken and not read yet."""
 
     def __init__(self, orchestrator: Orchestrator, request_id: str, limit: int) -> None:
         self.request_id = request_id

@@ -109,7 +109,7 @@ class Supervisor:
         while True:
             try:
                 self.tick()
-            except BaseException as error:  # the boundary of this thread: without it nobody rebuilds a stage
+            except BaseException as error:  # the boundary of this thread: without it no stage is rebuilt
                 log_defect("the watchdog", error)
             with self._changed:
                 due = [each.due for each in self._attempts.values() if each.due is not None]
@@ -204,7 +204,7 @@ class Supervisor:
     # -------------------------------------------------------------------------------------------- watching
 
     def _check_thread(self, loop: StageLoop[Any]) -> None:
-        """Give up a stage whose thread is gone: no error ends it, but nobody is left waiting if something does."""
+        """Give up a stage whose thread is gone: its requests end, and not only at their deadlines."""
         if loop.thread is not None and loop.thread.ident is not None and not loop.thread.is_alive() and not loop.ended:
             loop.give_up(StageError("its thread has ended"), permanent=True)
             loop.close_out()

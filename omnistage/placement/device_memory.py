@@ -34,7 +34,7 @@ class Regions:
 
     def __init__(self, size: int) -> None:
         self._free = [(0, size)]
-        self._taken: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
 
     def take(self, size: int) -> int | None:
         """Where `size` bytes are free, from now on taken; None: nowhere."""
@@ -42,12 +42,12 @@ class Regions:
         for index, (begin, room) in enumerate(self._free):
             if room >= size:
                 self._free[index : index + 1] = [(begin + size, room - size)] if room > size else []
-                self._taken[begin] = size
+                self._sizes[begin] = size
                 return begin
         return None
 
     def give_back(self, begin: int) -> None:
-        size = self._taken.pop(begin)
+        size = self._sizes.pop(begin)
         merged: list[tuple[int, int]] = []
         for start, room in sorted([*self._free, (begin, size)]):
             if merged and sum(merged[-1]) == start:
@@ -58,7 +58,7 @@ class Regions:
 
     @property
     def unused(self) -> bool:
-        return not self._taken
+        return not self._sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +237,8 @@ class _Mapping:  # pragma: no cover  (needs CUDA)
         self._stream = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
         pointer = ctypes.c_uint64()
         with _context(index):
-            opened = _IpcHandle.from_buffer_copy(bytes.fromhex(handle))
-            _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), opened, ctypes.c_uint(_LAZY_PEER_ACCESS))
+            ipc_handle = _IpcHandle.from_buffer_copy(bytes.fromhex(handle))
+            _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), ipc_handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
         self._pointer = pointer
         self._index = index
         self._bytes = torch.as_tensor(_Bytes(int(pointer.value), RING_BYTES), device=f"cuda:{index}")

@@ -49,12 +49,12 @@ def place_anywhere(
     """The same for a machine that is not this one: `gpu_memory` says that it has a GPU."""
     import torch
 
-    asked = stage.device or deployment.device
-    if asked == "auto":
+    name = stage.device or deployment.device
+    if name == "auto":
         has_gpu = deployment.gpu_memory is not None or torch.cuda.is_available()
         device = torch.device("cuda" if has_gpu else "cpu")
     else:
-        device = torch.device(asked)
+        device = torch.device(name)
     return device, resolve_dtype(stage.dtype or deployment.dtype, device)
 
 

@@ -184,11 +184,11 @@ def _union_codec(members: Sequence[Any]) -> Codec[Any]:
     """Of dataclasses by their names, of one type and None, or of what JSON can tell apart: numbers, texts, lists."""
     rest = [member for member in members if member is not type(None)]
     kinds = [member for member in rest if isinstance(member, type) and dataclasses.is_dataclass(member)]
-    named = {kind.__name__: codec_of(kind) for kind in kinds}
-    if len(rest) > 1 and named:
-        if len(named) < len(rest):
+    by_name = {kind.__name__: codec_of(kind) for kind in kinds}
+    if len(rest) > 1 and by_name:
+        if len(by_name) < len(rest):
             raise InternalError(f"a union of {', '.join(map(str, members))} cannot be sent to another process")
-        return _named_codec(named, optional=_NONE in members)
+        return _named_codec(by_name, optional=_NONE in members)
     codecs = [codec for member in rest if (codec := codec_of(member)).encode is not None]
     plain = frozenset[type]().union(*(codec.plain for member in members if (codec := codec_of(member)).plain))
     if not codecs:
@@ -208,15 +208,15 @@ def _union_codec(members: Sequence[Any]) -> Codec[Any]:
     )
 
 
-def _named_codec(named: Mapping[str, Codec[Any]], *, optional: bool) -> Codec[Any]:
+def _named_codec(by_name: Mapping[str, Codec[Any]], *, optional: bool) -> Codec[Any]:
     def encode_named(value: Any, buffers: Buffers) -> Json:
         if value is None and optional:
             return None
         name = type(value).__name__
-        return [name, named[name].encode(value, buffers)]  # type: ignore[misc]
+        return [name, by_name[name].encode(value, buffers)]  # type: ignore[misc]
 
     def decode_named(data: Json, buffers: Buffers) -> Any:
-        return None if data is None and optional else named[data[0]].decode(data[1], buffers)  # type: ignore[misc]
+        return None if data is None and optional else by_name[data[0]].decode(data[1], buffers)  # type: ignore[misc]
 
     return Codec(encode_named, decode_named)
 

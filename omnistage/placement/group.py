@@ -63,7 +63,7 @@ class Binding:
     """Stands for the request in that process."""
     stages: set[str] = field(default_factory=set)
     """Those of the group that have it."""
-    sent: list[Submit | Feed] | None = field(default_factory=list)
+    replay: list[Submit | Feed] | None = field(default_factory=list)
     """Until the first output, what another process would need to start it again; None: it cannot be."""
     error: OmniError | None = None
     """It has lost its process."""
@@ -104,7 +104,7 @@ class StageGroup:
         self._open = set(stages)
         self._progress: Report | None = None
         self.stages = {stage: ProxyStage(stage, params, self) for stage, params in stages.items()}
-        replicas.watch(self._receive, self._lost, self.report, self._has_work)
+        replicas.watch(self._receive, self._on_lost, self.report, self._has_work)
 
     def start(self, progress: Report | None = None) -> None:
         """Build the stages in processes that were spawned; returns once all take requests. Raises why one cannot."""
@@ -159,7 +159,7 @@ class StageGroup:
 
     def abort(self, binding: Binding, stage: str) -> None:
         with binding.lock:
-            binding.sent = None
+            binding.replay = None
             if binding.error is None:
                 binding.worker.send(Abort(stage, binding.key, binding.info.request_id))
         self.release(binding, stage)
@@ -186,7 +186,7 @@ class StageGroup:
             return binding
 
     def _send(self, binding: Binding, message: Submit | Feed) -> None:
-        if (queue := binding.sent) is not None:  # the first output ends it, in another thread
+        if (queue := binding.replay) is not None:  # the first output ends it, in another thread
             queue.append(message)
         binding.worker.send(message)
 
@@ -248,7 +248,7 @@ class StageGroup:
         elif isinstance(message, Failed):
             worker.started(message.error)
         elif isinstance(message, Loading) and self._progress is not None:
-            self._progress(message.doing, message.done)
+            self._progress(message.doing, message.fraction)
 
     def _deliver(self, worker: Worker, message: Chunks) -> None:
         batch = []
@@ -258,28 +258,28 @@ class StageGroup:
             for key, chunk in zip(message.keys, message.chunks, strict=True):
                 if (binding := self._bindings.get(key)) is not None:
                     if chunk.payload is not None or chunk.finish is not None:
-                        binding.sent = None
+                        binding.replay = None
                     batch.append((binding, chunk))
         self.stages[message.stage].put(worker, batch)
 
-    def taken(self, worker: Worker, stage: str) -> None:
+    def note_taken(self, worker: Worker, stage: str) -> None:
         """A batch has been taken; the process is told of several together."""
-        count = worker.taken.get(stage, 0) + 1  # called by the stage's loop alone
+        count = worker.num_taken.get(stage, 0) + 1  # called by the stage's loop alone
         if count >= WINDOW // 4:
             worker.send(Taken(stage, count))
             count = 0
-        worker.taken[stage] = count
+        worker.num_taken[stage] = count
 
     # ---------------------------------------------------------------------------------------------- losses
 
-    def _lost(self, worker: Worker, why: str) -> None:
+    def _on_lost(self, worker: Worker, why: str) -> None:
         """A process is gone, and nothing of it is delivered any more: end its requests, or start them elsewhere."""
         with self._lock:
             self._prefixes.forget(worker)
             bindings = [binding for binding in self._bindings.values() if binding.worker is worker]
             calls = [call for call in self._calls.values() if call.worker is worker]
             for stage, stats in worker.stats.items():
-                past = _grown(stats)
+                past = _counters_of(stats)
                 self._lost_stats[stage] = _sum([self._lost_stats.get(stage, StageStats()), past], held=True)
             for stage, steps in worker.steps.items():
                 self._lost_steps[stage] = _sum_steps([steps, self._lost_steps.get(stage)])
@@ -307,7 +307,7 @@ class StageGroup:
     def _move(self, binding: Binding) -> bool:
         """Start a request again in another process, where it has given nothing yet."""
         with binding.lock:
-            messages, binding_lost = binding.sent, binding.worker
+            messages, binding_lost = binding.replay, binding.worker
             if messages is None or not self._restart_requests:
                 return False
             with self._lock:
@@ -319,7 +319,7 @@ class StageGroup:
                 self._note_work(worker)
                 binding_lost.load -= 1
                 self._replicas.count(worker)
-            binding.sent = None  # once: it may be what its process died of
+            binding.replay = None  # once: it may be what its process died of
             for message in messages:
                 worker.send(_with_key(message, binding.key))
             return True
@@ -372,13 +372,13 @@ def _sum(each: Sequence[StageStats], *, held: bool) -> StageStats:
     counts: Counter[str] = Counter()
     extra: dict[str, float] = {}
     for stats in each:
-        counts.update({name: getattr(stats, name) for name in _COUNTS if held or name not in _HELD})
+        counts.update({name: getattr(stats, name) for name in _COUNTS if held or name not in _GAUGES})
         for name, value in stats.extra.items():
             extra[name] = extra.get(name, 0) + value
     return StageStats(**counts, extra=extra)
 
 
-def _grown(stats: StageStats) -> StageStats:
+def _counters_of(stats: StageStats) -> StageStats:
     """What a stage had counted, without what it had at the moment."""
     counts = {name: getattr(stats, name) for name in _COUNTS if name in GROWING}
     return StageStats(**counts, extra={name: value for name, value in stats.extra.items() if name in GROWING})
@@ -390,5 +390,5 @@ def _sum_steps(each: Sequence[StepSeconds | None]) -> StepSeconds:
     return StepSeconds(tuple(map(sum, counts)), sum(steps.total for steps in parts)) if parts else StepSeconds()
 
 
-_HELD = frozenset({"waiting", "running", "starved"})
+_GAUGES = frozenset({"waiting", "running", "starved"})
 _COUNTS = tuple(each.name for each in fields(StageStats) if each.name != "extra")

@@ -92,13 +92,13 @@ class LoadingProgress:
             self._thread.join()  # nothing is reported of the weights once they are there
 
     def _watch(self, planned: PlannedStage, report: Callable[[str, float], None]) -> None:
-        before = _held(planned.device)
+        before = _allocated_bytes(planned.device)
         while not self._stop.wait(_LOOK_SECONDS):
-            share = (_held(planned.device) - before) / planned.memory.weights
+            share = (_allocated_bytes(planned.device) - before) / planned.memory.weights
             report("weights", WEIGHTS_SHARE * min(max(share, 0.0), 1.0))
 
 
-def _held(device: str) -> int:
+def _allocated_bytes(device: str) -> int:
     """Bytes on a device: torch's, or for the CPU all of this process."""
     if device.startswith("cuda"):
         import torch

@@ -53,12 +53,12 @@ class PlannedDevice:
     stages: tuple[PlannedStage, ...]
 
     @property
-    def needed(self) -> int:
+    def bytes_needed(self) -> int:
         return self.context + self.reserve + sum(stage.memory.total for stage in self.stages)
 
     @property
     def fits(self) -> bool:
-        return self.available is None or self.needed <= self.available
+        return self.available is None or self.bytes_needed <= self.available
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class MemoryPlan:
 
     model: str
     family: str
-    asked: tuple[int, int]
+    request: tuple[int, int]
     """(requests at once, tokens of each)"""
     concurrency: int
     context: int
@@ -102,8 +102,9 @@ class MemoryPlan:
             if any(stage.estimated for stage in device.stages) and device.context + weights <= device.available:
                 continue
             raise CapacityError(
-                f"{self.model} does not fit: for one request it needs {gib(device.needed)} on {device.name}, of which "
-                f"{gib(weights)} are weights, and {gib(device.available)} are available; " + "; or ".join(self.advice)
+                f"{self.model} does not fit: for one request it needs {gib(device.bytes_needed)} on {device.name}, of "
+                f"which {gib(weights)} are weights, and {gib(device.available)} are available; "
+                + "; or ".join(self.advice)
             )
 
     def applied(self, name: str, stage: LocalStageConfig) -> LocalStageConfig:
@@ -204,7 +205,7 @@ class _Planner:
             tokens = max_length = None
             if isinstance(needs, AutoregressiveNeeds):
                 # One request may be longer than those that were planned for, where there is room for it.
-                memory_grown = needs.grown(memory)
+                memory_grown = needs.grow(memory)
                 if needs.host_limit is None and memory_grown.total - memory.total <= room:
                     room -= memory_grown.total - memory.total
                     memory = memory_grown
@@ -224,7 +225,7 @@ class _Planner:
         for device in plan.devices:
             if device.fits or device.available is None:
                 continue
-            excess = device.needed - device.available
+            excess = device.bytes_needed - device.available
             config = self._resolved.config
             halved = [s for s in device.stages if s.dtype == "float32" and config.pipeline.stages[s.name].dtype is None]
             saved = sum(stage.memory.weights // 2 for stage in halved)
@@ -232,12 +233,12 @@ class _Planner:
                 advice.append(f"use --dtype bfloat16, which halves the weights (saves {gib(saved)})")
             advice += _moves(device, excess)
             if device.name.startswith("cuda"):
-                advice.append(f"use a GPU with at least {-(-device.needed // GIB)} GiB")
+                advice.append(f"use a GPU with at least {-(-device.bytes_needed // GIB)} GiB")
                 count = _devices_needed(device)
                 if count is not None:
                     advice.append(f"spread the stages over {count} such GPUs with --set STAGE.device=cuda:N")
             else:
-                advice.append(f"use a machine with {gib(device.needed)} of free memory, or a smaller model")
+                advice.append(f"use a machine with {gib(device.bytes_needed)} of free memory, or a smaller model")
         return advice
 
 
@@ -261,13 +262,13 @@ def _devices_needed(device: PlannedDevice) -> int | None:
         return None
     size = device.available - device.context - device.reserve
     rooms: list[int] = []
-    for needed in sorted((stage.memory.total for stage in device.stages), reverse=True):
-        if needed > size:
+    for size_needed in sorted((stage.memory.total for stage in device.stages), reverse=True):
+        if size_needed > size:
             return None
         for index, room in enumerate(rooms):
-            if needed <= room:
-                rooms[index] -= needed
+            if size_needed <= room:
+                rooms[index] -= size_needed
                 break
         else:
-            rooms.append(size - needed)
+            rooms.append(size - size_needed)
     return len(rooms)

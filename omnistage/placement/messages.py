@@ -130,7 +130,7 @@ class Loading:
     """What is being done for a stage, and the share of its start that is done."""
 
     doing: str
-    done: float
+    fraction: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ class AutoregressiveNeeds(StageNeeds):
             num_bytes = min(num_bytes, max(self.host_limit, needs.block_bytes))
         return replace(memory, kv_cache=num_bytes)
 
-    def grown(self, memory: StageMemory) -> StageMemory:
+    def grow(self, memory: StageMemory) -> StageMemory:
         """With room for one sequence of full length, and for media that fill it."""
         needs = self.needs
         longest = -(-needs.max_length // needs.block_size) * needs.block_bytes if needs.fixed_blocks is None else 0
@@ -158,8 +158,8 @@ class NeedsReader:
 
         from omnistage.engines.peak_memory import META
 
-        named = "cuda" if str(device) == "cuda:0" else str(device)  # one GPU, not two
-        where = (name, named, str(dtype).removeprefix("torch."))
+        device_name = "cuda" if str(device) == "cuda:0" else str(device)  # one GPU, not two
+        where = (name, device_name, str(dtype).removeprefix("torch."))
         if not self._plans:
             weights = 0 if self._counted else weights_on_disk(self._model.folder, dtype.itemsize)
             self._counted = True  # which stage has which is unknown: all of them count once

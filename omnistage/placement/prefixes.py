@@ -25,8 +25,8 @@ class Prefixes:
         if not isinstance(payload, ARInput) or len(payload.token_ids) < PREFIX_TOKENS:
             return least_loaded
         prefix = hash((payload.token_ids[:PREFIX_TOKENS], tuple(span.key for span in payload.media)))
-        known = self._workers.pop(prefix, least_loaded)
-        worker = least_loaded if known.lost or known.load > least_loaded.load + MAX_EXCESS else known
+        previous = self._workers.pop(prefix, least_loaded)
+        worker = least_loaded if previous.lost or previous.load > least_loaded.load + MAX_EXCESS else previous
         self._workers[prefix] = worker
         if len(self._workers) > _MAX_PREFIXES:
             self._workers.popitem(last=False)

@@ -39,7 +39,7 @@ class ProxyStage(Stage):
         self.name = name
         self.params_type = params_type
         self._group = group
-        self._held: dict[str, _Held] = {}
+        self._requests: dict[str, _Held] = {}
         self._inbox: deque[tuple[Worker | None, list[tuple[Binding, StageChunk]]]] = deque()
         self._putting = threading.Lock()
 
@@ -68,14 +68,14 @@ class ProxyStage(Stage):
 
     def submit(self, stage_input: StageInput) -> None:
         binding = self._group.submit(self.name, stage_input)
-        self._held[stage_input.info.request_id] = _Held(binding, set(range(answers(stage_input.params))))
+        self._requests[stage_input.info.request_id] = _Held(binding, set(range(answers(stage_input.params))))
 
     def feed(self, request_id: str, feed: StageFeed) -> None:
-        if (request := self._held.get(request_id)) is not None:
+        if (request := self._requests.get(request_id)) is not None:
             self._group.feed(request.binding, self.name, feed)
 
     def abort(self, request_id: str) -> None:
-        if (request := self._held.pop(request_id, None)) is not None:
+        if (request := self._requests.pop(request_id, None)) is not None:
             self._group.abort(request.binding, self.name)
 
     def has_work(self) -> bool:
@@ -86,13 +86,13 @@ class ProxyStage(Stage):
         while self._inbox:
             worker, batch = self._inbox[0]
             for binding, chunk in batch:
-                request = self._held.get(chunk.request_id)
+                request = self._requests.get(chunk.request_id)
                 if request is not None and request.binding is binding:
                     chunks.append(chunk)
                     self._note_end(request, chunk)
             if worker is not None:
-                self._group.taken(worker, self.name)
-            self._inbox.popleft()  # last: `put` wakes whoever has seen it empty
+                self._group.note_taken(worker, self.name)
+            self._inbox.popleft()  # last: `put` wakes the loop that has seen it empty
         return chunks
 
     def _note_end(self, request: _Held, chunk: StageChunk) -> None:
@@ -100,11 +100,11 @@ class ProxyStage(Stage):
             return
         request.open.discard(chunk.index)
         if not request.open or chunk.error is not None or chunk.finish is FinishReason.ERROR:
-            del self._held[chunk.request_id]
+            del self._requests[chunk.request_id]
             self._group.release(request.binding, self.name)
 
     def stats(self) -> StageStats:
-        return self._group.stats(self.name, holding=bool(self._held))
+        return self._group.stats(self.name, holding=bool(self._requests))
 
     def step_seconds(self) -> StepSeconds:
         return self._group.step_seconds(self.name)

@@ -18,19 +18,19 @@ class Silence:
     def __init__(self, pid: int | None) -> None:
         """`pid` is a process of this machine, or None."""
         self._pid = pid
-        self._heard: float | None = None
+        self._last_sign: float | None = None
         self._waits: dict[int, float] = {}
         """By thread, when it was first asked about this silence."""
 
-    def unexplained(self, heard: float, silent: float) -> float:
-        """Of so many seconds since it was `heard`, those in which it could have been heard again.
+    def unexplained(self, last_sign: float, silent: float) -> float:
+        """Of so many seconds since its `last_sign`, those in which it could have been heard again.
 
         To be called now and then during the silence: what was waited before the first call is not known.
         """
         if self._pid is None:
             return silent
-        if heard != self._heard:
-            self._heard, self._waits = heard, processor_waits(self._pid)
+        if last_sign != self._last_sign:
+            self._last_sign, self._waits = last_sign, processor_waits(self._pid)
         now = processor_waits(self._pid)
         waited = sum(now[thread] - before for thread, before in self._waits.items() if thread in now)
         return max(silent - waited, silent / BUSY_FACTOR)

@@ -86,7 +86,7 @@ class Worker:
         """Requests that it has."""
         self.stats: Mapping[str, StageStats] = {}
         self.steps: Mapping[str, StepSeconds] = {}
-        self.taken: dict[str, int] = {}
+        self.num_taken: dict[str, int] = {}
         """Batches of each stage that were taken, and that it has not been told of."""
         self.modules: Sequence[str] = ()
         """Those that it has imported, once it is ready."""
@@ -124,10 +124,10 @@ class Worker:
 
     def wait_started(self) -> None:
         """Returns once it has started. Raises why it cannot."""
-        end, heard, silent = time.monotonic() + START_SECONDS, self.heard, 0
+        end, last_sign, silent = time.monotonic() + START_SECONDS, self.heard, 0
         while not self._started.wait(1.0):
             # Counted, since this process may have been stopped itself.
-            silent, heard = silent + 1 if self.heard == heard else 0, self.heard
+            silent, last_sign = silent + 1 if self.heard == last_sign else 0, self.heard
             if silent >= START_SILENCE:
                 self.started(StageUnavailableError(f"its process has given no sign of life for {silent} s"))
             elif time.monotonic() > end:

@@ -105,11 +105,11 @@ class ServedModel:
                     break
         return most
 
-    def with_seed(self, seed: int | None, params: Mapping[str, StageParams]) -> dict[str, StageParams]:
-        """These parameters, with the seed on every other stage that uses random numbers."""
-        seeded = dict(params)
+    def with_seed(self, seed: int | None, params: Mapping[str, StageParams]) -> Mapping[str, StageParams]:
+        """These parameters, with the seed, if there is one, on every other stage that uses random numbers."""
         if seed is None:
-            return seeded
+            return params
+        seeded = dict(params)
         seed %= 2**63  # OpenAI's may be negative
         stages = self.omni.orchestrator.stages
         for name in self.omni.orchestrator.graph.order:
@@ -156,7 +156,7 @@ class Service:
         self.audit_file: AuditFile | None = None
         self.audit_required = False
         """Whether requests are refused while the audit log cannot be written."""
-        self.spoken = SpokenAnswers()
+        self.spoken_answers = SpokenAnswers()
         self.responses = ResponseStore()
         self.transcribe_workers = Workers(TRANSCRIBE_THREADS, MAX_QUEUED_CLIPS, "transcribe")
         self.adapter_workers = Workers(1, MAX_QUEUED_ADAPTERS, "adapters", "adapters")
@@ -345,7 +345,8 @@ class Service:
             admission = contextlib.ExitStack()
             try:
                 admission.enter_context(self.keyring.admit(holder, model.requested_name, answers, param))
-                admission.enter_context(self._room_for(model, answers, param))
+                if answers > 1:
+                    admission.enter_context(self._room_for(model, answers, param))
                 yield record
             except OmniError as error:
                 rename_param(error, rename)
@@ -361,10 +362,10 @@ class Service:
     def _room_for(self, model: ServedModel, answers: int, param: str) -> Iterator[None]:
         """Answers beyond the first have half of a model's room, all requests together: few could take all of it."""
         limit, num_taken = model.omni.orchestrator.max_inflight, self._further[model.name]
-        further, most = max(answers - 1, 0), limit // 2
+        further, most = answers - 1, limit // 2
         if answers > limit:
             raise LimitExceededError(f"{answers} answers are over the limit of {limit}", param=param)
-        if further and num_taken and num_taken + further > most:
+        if num_taken and num_taken + further > most:
             raise QueueFullError(
                 f"answers beyond the first of each request have {most} places together, and "
                 f"{num_taken} of them are taken; "

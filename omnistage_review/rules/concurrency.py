@@ -62,7 +62,7 @@ def lost_task(file: ParsedFile) -> Hits:
     "Lock of threads held over await",
     "high",
     "batching",
-    why="The coroutine sleeps with the lock. Another one that wants it blocks the event loop: both wait for ever.",
+    why="The coroutine sleeps with the lock. Another one that wants it blocks the event loop: both deadlock.",
     fix="Use asyncio.Lock with `async with`, or leave the `with` before the await.",
 )
 def lock_over_await(file: ParsedFile) -> Hits:
@@ -83,7 +83,7 @@ def lock_over_await(file: ParsedFile) -> Hits:
     "Collective on some ranks only",
     "high",
     "parallelism",
-    why="A collective waits for all ranks of its group. Ranks that never call it leave the others waiting for ever.",
+    why="A collective waits for all ranks of its group. Ranks that never call it leave the others hanging.",
     fix="Call it on every rank, outside the branch; branch on what is sent or on what is done with the result.",
 )
 def collective_in_branch(file: ParsedFile) -> Hits:

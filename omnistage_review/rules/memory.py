@@ -60,7 +60,7 @@ def unbounded_cache(file: ParsedFile) -> Hits:
             and not _few_keys(function)
             and [item for item in parameters(function) if item.arg not in ("self", "cls")]
         ):
-            yield function, f"every result of `{function.name}` is kept for ever"
+            yield function, f"every result of `{function.name}` is never released"
     for node in file.assignments():
         if not _empty_mapping(file, node.value):
             continue

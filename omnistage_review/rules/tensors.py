@@ -244,7 +244,7 @@ def no_inference_mode(file: ParsedFile) -> Hits:
 
 
 def _is_module(file: ParsedFile, function: Function) -> bool:
-    """Methods of networks run inside somebody else's forward."""
+    """Methods of networks run inside another module's forward."""
     owner = file.class_of(function)
     return owner is not None and any(re.search("Module|Model|Layer|Block", last_name(base)) for base in owner.bases)
 

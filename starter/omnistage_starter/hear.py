@@ -164,7 +164,7 @@ class Conversations:
     """What a language model on a server is sent: a conversation of text, for its own template and tokenizer."""
 
     def prompt(self, payload: ChatInput) -> ChatInput:
-        return replace(payload, drawn=None)
+        return replace(payload, drawing_prompt=None)
 
     def check_template(self, template: TemplateOptions) -> None:
         """Raise for options, which the server's own template would not see."""
@@ -257,7 +257,7 @@ class ChatToPrompt(ModuleComponent):
         image_only = info.modalities == {Modality.IMAGE}
         if image_only and payload.prompt is not None:
             # A bare prompt is not continued here: the picture is drawn from a message.
-            payload = ChatInput((as_message(payload.prompt),), tokens=payload.drawn)
+            payload = ChatInput((as_message(payload.prompt),), tokens=payload.drawing_prompt)
         texts: list[str] = []
         for message in payload.messages:
             for part in message.parts:

@@ -100,7 +100,7 @@ class StarterProcessor:
         payload = replace(payload, tokens=self._tokens(payload))
         # As a message it may be too long: the hear stage raises that, and only where an image is asked for.
         with contextlib.suppress(InvalidRequestError):
-            payload = replace(payload, drawn=self._tokens(ChatInput((as_message(prompt),))))
+            payload = replace(payload, drawing_prompt=self._tokens(ChatInput((as_message(prompt),))))
         return payload
 
     def tokens(self, prompt: OmniTokensPrompt) -> ChatInput:

@@ -78,7 +78,7 @@ class Bench:
     def __init__(self, **limits: Any) -> None:
         given = {"max_bytes": 100, "max_total_bytes": 200, **limits}
         self.held = HeldBytes(given.pop("max_total_bytes"), max_item=given["max_bytes"])
-        self.limit = BodyLimit(self._work, held=self.held, **given)
+        self.limit = BodyLimit(self._work, held_bytes=self.held, **given)
         self.finish = asyncio.Event()
 
     async def _work(self, _scope: Scope, receive: Receive, send: Send) -> None:

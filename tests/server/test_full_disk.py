@@ -150,7 +150,7 @@ def test_a_full_disk_is_told_once_and_counted(
     file = log_to(FULL)
     for _ in range(5):
         AuditRecord("POST /v1/completions").close()
-    assert (file.failing, file.lost) == (True, 5)
+    assert (file.failing, file.lost_lines) == (True, 5)
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert "No space left" in caplog.text
     assert "Traceback" not in capfd.readouterr().err
@@ -167,7 +167,7 @@ def test_a_line_is_in_the_audit_log_whole_or_not_at_all(tmp_path: Path, monkeypa
         patch.setattr(os, "ftruncate", no_space)
         AuditRecord("third").close()
     AuditRecord("fourth").close()
-    assert (file.failing, file.lost) == (False, 2)
+    assert (file.failing, file.lost_lines) == (False, 2)
     lines = (tmp_path / "audit.jsonl").read_text().splitlines()
     assert [json.loads(lines[0])["endpoint"], json.loads(lines[-1])["endpoint"]] == ["first", "fourth"]
     assert '"second"' not in "".join(lines)
@@ -190,7 +190,7 @@ def test_requests_are_refused_without_an_audit_log_where_it_is_required(
                 refused = httpx.request(method, f"{server.url}/v1/models", timeout=60)
                 assert refused.status_code == 503
                 assert refused.json()["error"]["code"] == "audit_unavailable"
-            until(lambda: file.lost == 3, "the loss of three lines")
+            until(lambda: file.lost_lines == 3, "the loss of three lines")
             assert "omnistage_audit_lost_lines_total 3.0" in httpx.get(f"{server.url}/metrics").text
         assert httpx.get(f"{server.url}/v1/models").status_code == 503  # its line can be written
         until(lambda: not file.failing, "a line that is written again")

@@ -24,7 +24,7 @@ EMPTY_COMMIT = json.dumps({"type": "input_audio_buffer.commit"}).encode()
 
 
 def held_by(server: Running) -> HeldBytes:
-    return server.limits.held
+    return server.limits.held_bytes
 
 
 @pytest.fixture

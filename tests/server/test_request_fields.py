@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -334,7 +335,8 @@ def test_an_event_of_text_is_written_as_any_other_event(usage: bool, tier: str |
     model = 'a "model": \\ "content":"" é'
     body = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "n": 2, "stream": True}
     body |= {"stream_options": {"include_usage": usage}, "service_tier": tier}
-    one, other = (StreamWriter("req-1", ChatRequest.model_validate(body), lambda *_: 0) for _ in range(2))
+    stream = SimpleNamespace(request_id="req-1")
+    one, other = (StreamWriter(stream, ChatRequest.model_validate(body), lambda *_: 0) for _ in range(2))
     other._head["created"] = one._head["created"]
     texts = ["Once", ' "quoted" \\', "é\n\t\x00\x7f", "\u2028 😀", '"content":""', "", "</script>"]
     items = [OutputChunk("req-1", Modality.TEXT, index, text, (1,)) for text in texts for index in (0, 1)]

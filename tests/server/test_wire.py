@@ -167,7 +167,7 @@ def test_random_mistakes_break_nothing(service: Service, caplog: pytest.LogCaptu
             assert not failures
             assert len(ends) > 2, ends
         assert target.healthy()
-        until(lambda: server.limits.held.total == 0, "the return of all bytes")
+        until(lambda: server.limits.held_bytes.total == 0, "the return of all bytes")
         until(lambda: not service.sessions, "the end of all sessions")
     assert "Traceback" not in caplog.text
     assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]

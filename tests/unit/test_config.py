@@ -416,16 +416,16 @@ def test_the_graph_answers_what_comes_before_and_after():
 
 def test_only_the_ancestors_of_what_was_asked_for_are_needed():
     graph = diamond()
-    assert graph.needed({Modality.TEXT}) == {"start"}
-    assert graph.needed({Modality.IMAGE}) == {"start", "right", "pic"}
-    assert graph.needed([Modality.TEXT, Modality.AUDIO]) == {"start", "left", "right", "last"}
+    assert graph.stages_for({Modality.TEXT}) == {"start"}
+    assert graph.stages_for({Modality.IMAGE}) == {"start", "right", "pic"}
+    assert graph.stages_for([Modality.TEXT, Modality.AUDIO]) == {"start", "left", "right", "last"}
 
 
 def test_a_modality_that_the_model_does_not_give():
     with pytest.raises(UnsupportedModalityError, match="has no video output; its outputs: audio, text, image"):
-        diamond().needed({Modality.VIDEO, Modality.TEXT})
+        diamond().stages_for({Modality.VIDEO, Modality.TEXT})
     with pytest.raises(UnsupportedModalityError, match="at least one of"):
-        diamond().needed(())
+        diamond().stages_for(())
 
 
 def test_the_graph_cannot_be_changed():

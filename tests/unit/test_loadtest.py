@@ -184,7 +184,7 @@ def test_a_late_piece_is_waited_for_once() -> None:
     # It plays from 1.1 to 1.6, waits for 0.4 s, plays to 3.0; the third is there in time.
     heard = play([(1.0, 0.5), (2.0, 1.0), (2.5, 0.5)], 0.1)
     assert heard.seconds == pytest.approx(2.0)
-    assert heard.waited == pytest.approx(0.4)
+    assert heard.wait == pytest.approx(0.4)
     assert heard.stalls == 1
     assert heard.share == pytest.approx(0.2)
 
@@ -206,8 +206,8 @@ def test_all_waiting_together_is_the_lateness_of_the_latest_piece(steps: list[tu
     for moment, length in pieces:
         latest = max(latest, moment - begin - before)
         before += length
-    assert play(pieces, buffer).waited == pytest.approx(latest, abs=1e-6)
-    assert play(pieces, buffer + 1.0).waited <= play(pieces, buffer).waited + 1e-9
+    assert play(pieces, buffer).wait == pytest.approx(latest, abs=1e-6)
+    assert play(pieces, buffer + 1.0).wait <= play(pieces, buffer).wait + 1e-9
 
 
 # ------------------------------------------------------------------------------------------------- outcomes
@@ -244,8 +244,8 @@ def test_an_answer_s_clock_is_read_from_its_events() -> None:
     assert (outcome.prompt_tokens, outcome.text_tokens, outcome.audio_seconds) == (7, 5, 2.0)
     # Three quarters of the bytes are 1.5 s: playing from 2.0 to 3.5, waiting until 4.0.
     assert outcome.audio_chunks == [(2.0, 6), (4.0, 2)]
-    assert outcome.playback(0.0).waited == pytest.approx(0.5)
-    assert outcome.playback(0.25).waited == pytest.approx(0.25)
+    assert outcome.playback(0.0).wait == pytest.approx(0.5)
+    assert outcome.playback(0.25).wait == pytest.approx(0.25)
     assert Stutter.of([outcome], 0.0) == Stutter(pytest.approx(0.5), pytest.approx(0.25), 1.0)
     assert Stutter.of([outcome], 1.0) == Stutter(0.0, 0.0, 0.0)
 

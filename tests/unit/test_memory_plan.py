@@ -161,7 +161,7 @@ def test_the_kv_cache_is_as_large_as_the_load_and_not_as_the_device(resolved: Re
     stage = plan.stages["thinker"]
     assert stage.kv_tokens == 16 * 8192
     assert stage.settings == {"kv_memory": 8 * GIB}
-    assert plan.devices[0].needed < 12 * GIB
+    assert plan.devices[0].bytes_needed < 12 * GIB
 
 
 def test_fewer_requests_fit_a_smaller_device(resolved: ResolvedConfig) -> None:
@@ -210,7 +210,7 @@ def test_larger_batches_are_cut_to_what_fits(resolved: ResolvedConfig) -> None:
 
 def test_host_memory_has_a_small_cache_and_no_driver(resolved: ResolvedConfig) -> None:
     plan = plan_of(resolved, [talking(device="cpu")], 24 * GIB)
-    assert plan.devices[0].needed == 3 * GIB
+    assert plan.devices[0].bytes_needed == 3 * GIB
     assert plan.stages["thinker"].kv_tokens == 16 * 1024
 
 
@@ -328,7 +328,7 @@ def test_progress_follows_what_the_device_holds(monkeypatch: pytest.MonkeyPatch)
         if len(seen) == 2:
             reported.set()
 
-    monkeypatch.setattr(measure, "_held", lambda _device: next(held, 100))
+    monkeypatch.setattr(measure, "_allocated_bytes", lambda _device: next(held, 100))
     monkeypatch.setattr(measure, "_LOOK_SECONDS", 0.001)
     planned = PlannedStage("thinker", "cuda", "bfloat16", StageMemory(4 * GIB), False, None, None, {})
     with measure.LoadingProgress(planned, report):

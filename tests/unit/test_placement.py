@@ -140,7 +140,7 @@ def test_a_request_that_cannot_be_started_again_ends_and_so_do_those_behind_it(
         sinks = [voices.submit(f"r{number}", 2) for number in range(6)]
         eventually(lambda: voices.running() == [3, 3])
         # Bound, and sent: what has been sent nothing of is started elsewhere without sending anything again.
-        eventually(lambda: all(binding.sent for binding in [*voices.group._bindings.values()]))
+        eventually(lambda: all(binding.replay for binding in [*voices.group._bindings.values()]))
         with monkeypatch.context() as patch:
             patch.setattr(group_module, "_with_key", fail)
             voices.signal(0)

@@ -104,7 +104,7 @@ class ThreadRanks:
 
     def __init__(self, component: ARComponent, size: int, budget: ARBudget, folder: Path) -> None:
         self.group = RankGroup(0, size)
-        self.lost: StageLostError | None = None
+        self.failure: StageLostError | None = None
         self._store = str(folder / "store")
         self._queues: list[queue.SimpleQueue[int | Forward | Logits | None]] = []
         self._threads = []
@@ -142,8 +142,8 @@ class ThreadRanks:
             each.put(item)
 
     def fail(self, error: BaseException) -> StageLostError:
-        self.lost = StageLostError(f"a step failed with {type(error).__name__}")
-        return self.lost
+        self.failure = StageLostError(f"a step failed with {type(error).__name__}")
+        return self.failure
 
     def close(self) -> None:
         self._put(None)

@@ -179,8 +179,8 @@ class ParallelDenoiseStage(RankedStage, DenoiseStage):
         """A transformer's forward, with the other ranks."""
         if args:
             raise InternalError(f"{type(transformer).__name__} was called with arguments that have no names")
-        if self._ranks.lost is not None:
-            raise self._ranks.lost
+        if self._ranks.failure is not None:
+            raise self._ranks.failure
         self._check_divisible(transformer, arguments)
         tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
         others = {name: value for name, value in arguments.items() if name not in tensors}

@@ -207,7 +207,7 @@ def _parse_message(message: object, path: str, options: _Options) -> tuple[ChatM
         # Leaving it out would run a different conversation from the one that was sent.
         raise InvalidRequestError("is the older form of a call; write tool_calls", param=f"{path}.function_call")
     if message.get("audio") is not None:
-        raise InvalidRequestError("no spoken answer is kept under this id; send its text", param=f"{path}.audio")
+        raise InvalidRequestError("not found or expired; send that answer's text as content", param=f"{path}.audio")
     calls: tuple[ToolCall, ...] = ()
     if message.get("tool_calls") not in (None, []):
         calls = _parse_calls(message["tool_calls"], role, f"{path}.tool_calls")

@@ -101,7 +101,7 @@ class Holder:
     use: HolderUsage = field(default_factory=HolderUsage)
     """Shared by all tokens of one holder; the limits are each token's own."""
     address: str | None = None
-    """Where the request of somebody without a key comes from."""
+    """The client's address, for requests without a key."""
 
     @contextmanager
     def count(self, activity: Activity, limit: int | None = None, *, number: int = 1) -> Iterator[None]:

@@ -68,7 +68,7 @@ def create_app(
         app.include_router(module.router)
     # From the inside out: a request passes the last of these first.
     app.add_middleware(JsonRoutes, routers=[module.router for module in modules])
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes, held=held_bytes, stall_seconds=stall_seconds)
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes, held_bytes=held_bytes, stall_seconds=stall_seconds)
     app.add_middleware(AccessMiddleware, service=service, origins=tuple(cors))
     if cors:
         # Outside the gate: a browser's preflight request carries no key.

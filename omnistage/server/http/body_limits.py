@@ -22,9 +22,9 @@ BODY_HOLD = "body_hold"
 class BodyLimit:
     """ASGI middleware: 413 for a body that is too large, 408 for one that is too slow, 429 for one too many.
 
-    A body counts in `held` from its first byte until its request has ended, as it stays in memory for so long. One that
-    would exceed the total or its key's share is refused, and so is one of a key that is already sending as many as it
-    may have requests.
+    A body counts in `held_bytes` from its first byte until its request has ended, as it stays in memory for so long.
+    One that would exceed the total or its key's share is refused, and so is one of a key that is already sending as
+    many as it may have requests.
     A client may pause for `stall_seconds`, at once or in total, plus the time for what it has sent at `MIN_RATE`.
     """
 
@@ -32,14 +32,14 @@ class BodyLimit:
         self,
         app: ASGIApp,
         max_bytes: int,
-        held: HeldBytes,
+        held_bytes: HeldBytes,
         stall_seconds: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._app = app
         self._max_bytes = max_bytes
         self._stall_seconds = stall_seconds
-        self._held = held
+        self._held_bytes = held_bytes
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -48,10 +48,10 @@ class BodyLimit:
             return
         state = scope.setdefault("state", {})
         holder = state.get("holder")
-        hold = state[BODY_HOLD] = Hold(self._held, None if holder is None else holder.use)
+        hold = state[BODY_HOLD] = Hold(self._held_bytes, None if holder is None else holder.use)
         size, silent_seconds, complete = 0, 0.0, False
 
-        async def counted() -> Message:
+        async def receive_piece() -> Message:
             """Raises where a limit is exceeded. Only waiting counts: the time in which we process a piece does not."""
             nonlocal size, silent_seconds, complete
             if complete:
@@ -78,7 +78,7 @@ class BodyLimit:
             with contextlib.ExitStack() as holding, contextlib.ExitStack() as sending:
                 holding.callback(hold.set, 0)
                 self._admit(scope, sending, hold, holder)
-                await self._app(scope, counted, send)
+                await self._app(scope, receive_piece, send)
         except OmniError as error:
             await response_of(error)(scope, receive, send)
 

@@ -156,8 +156,8 @@ class Connection(H11Protocol):
         if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
             self._rest_timer = self._call_later(self._rest_overdue, self.cycle)
 
-    def _rest_overdue(self, refused: object) -> None:
-        if self.cycle is refused and self.conn.their_state is h11.SEND_BODY:
+    def _rest_overdue(self, cycle: object) -> None:
+        if self.cycle is cycle and self.conn.their_state is h11.SEND_BODY:
             self.transport.abort()
 
     def _watch_head(self) -> None:
@@ -209,28 +209,28 @@ class _HeldWrites:
     """The transport of one response: what is written while it holds goes to the system in one call."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._pieces: list[bytes] = []
+        self.transport = transport
+        self.pieces: list[bytes] = []
         self.holds = False
         self.is_closing = transport.is_closing
 
     def write(self, data: bytes) -> None:
-        if not self.holds and not self._pieces:
-            self._transport.write(data)
+        if not self.holds and not self.pieces:
+            self.transport.write(data)
             return
-        self._pieces.append(data)
+        self.pieces.append(data)
         if not self.holds:
             self.release()
 
     def release(self) -> None:
         self.holds = False
-        if self._pieces:
-            self._transport.write(b"".join(self._pieces))
-            self._pieces.clear()
+        if self.pieces:
+            self.transport.write(b"".join(self.pieces))
+            self.pieces.clear()
 
     def close(self) -> None:
         self.release()
-        self._transport.close()
+        self.transport.close()
 
 
 class _Transfer:
@@ -250,7 +250,7 @@ class _Transfer:
         self.started = self.complete = False
         """Of the response."""
         self.gone = False
-        """The client left before its response was complete; nobody reads what is sent after that."""
+        """The client left before its response was complete; what is sent after that is lost."""
 
     async def receive(self) -> Message:
         message = await self._receive()
@@ -268,7 +268,8 @@ class _Transfer:
             pass
 
     async def send(self, message: Message) -> None:
-        record, connection, is_body = self._record, self._connection, message["type"] == "http.response.body"
+        record, connection, writes = self._record, self._connection, self._writes
+        is_body = message["type"] == "http.response.body"
         waits = connection is None or connection.flow.write_paused
         pieces: tuple[Message, ...] = (message,)
         if is_body:
@@ -276,11 +277,15 @@ class _Transfer:
             record.bytes_out += len(body)
             if len(body) > _WRITE_BYTES:
                 pieces = _split(message, body)
-            elif self._chunked and not waits and message.get("more_body", False) and self._writes is not None:
+            elif self._chunked and not waits and message.get("more_body", False) and writes is not None:
                 # As h11 writes it: a piece of a streamed body changes nothing of the connection's state.
-                if body and not self._writes.is_closing():
-                    self._writes.holds = False
-                    self._writes.write(b"%x\r\n%b\r\n" % (len(body), body))
+                if body and not writes.is_closing():
+                    chunk = b"%x\r\n%b\r\n" % (len(body), body)
+                    if writes.pieces:  # the head
+                        writes.pieces.append(chunk)
+                        writes.release()
+                    else:
+                        writes.transport.write(chunk)
                 return
         else:
             self.started = True
@@ -290,14 +295,14 @@ class _Transfer:
         try:
             for piece in pieces:
                 self.complete = is_body and not piece.get("more_body", False)
-                if self._writes is not None and (self.complete or not is_body):
-                    self._writes.holds = True  # the head goes with the first of the body, the end with the last
+                if writes is not None and (self.complete or not is_body):
+                    writes.holds = True  # the head goes with the first of the body, the end with the last
                 # Without waiting it needs no timeout.
                 async with asyncio.timeout(self._stall_seconds) if waits else nullcontext():
                     await self._send(piece)
                 waits = connection is None or connection.flow.write_paused
-                if self._writes is not None and is_body:
-                    self._writes.release()
+                if writes is not None and is_body:
+                    writes.release()
         except TimeoutError:
             record.ended, record.status = SLOW_READER, CLIENT_CLOSED
             await cut()
@@ -354,11 +359,8 @@ class Exchange:
 
     async def _run(self, scope: Scope, receive: Receive, send: Send, record: AuditRecord, app: ASGIApp) -> None:
         transfer = _Transfer(receive, send, record, self._stall_seconds)
-
-        async def work() -> None:
-            await app(scope, transfer.receive, transfer.send)
-
-        working, watching = asyncio.ensure_future(work()), asyncio.ensure_future(transfer.watch())
+        working = asyncio.ensure_future(app(scope, transfer.receive, transfer.send))
+        watching = asyncio.ensure_future(transfer.watch())
         try:
             await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():

@@ -14,7 +14,7 @@ from omnistage.pipeline.event_loop import call_soon
 
 T = TypeVar("T")
 Work = Callable[[threading.Event], T]
-"""The event is set once nobody waits for the result any longer; work may look at it and stop early."""
+"""The event is set once the result is not awaited any longer; work may check it and stop early."""
 Place = asyncio.Future[None]
 """In the queue; done once its work is submitted, or will not be."""
 
@@ -79,7 +79,7 @@ class Workers:
                 job.add_done_callback(lambda _: call_soon(loop, stack.close))
 
     async def close(self, timeout: float) -> None:
-        """Take no more work; what has a place has `timeout` seconds to end, then nobody waits for it."""
+        """Take no more work; what has a place has `timeout` seconds to end, and is then abandoned."""
         self._closing = True
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout

@@ -22,7 +22,7 @@ _MAX_SHARE = 4
 class HeldBytes:
     """Counts bytes that clients have sent and the service holds: bodies, messages, audio and conversations of sessions.
 
-    There is one for all doors. With `shared` no key can take all of it. Used from the event loop only.
+    One is shared by HTTP and WebSocket. With `shared` no key can take all of it. Used from the event loop only.
     """
 
     def __init__(self, max_bytes: int, *, max_item: int = 0, shared: bool = False) -> None:
@@ -36,7 +36,7 @@ class HeldBytes:
 class Hold:
     """The bytes of one body, connection or session. It begins with none; `set(0)` gives them back at its end."""
 
-    held: HeldBytes
+    held_bytes: HeldBytes
     usage: HolderUsage | None = None
     """Of the key's holder."""
     size: int = 0
@@ -49,14 +49,14 @@ class Hold:
 
     def check(self, size: int) -> None:
         """Raise the client's error if it could not hold this many."""
-        held, usage, more = self.held, self.usage, size - self.size
-        if held.total + more > held.max_bytes:
+        held_bytes, usage, more = self.held_bytes, self.usage, size - self.size
+        if held_bytes.total + more > held_bytes.max_bytes:
             raise QueueFullError(
-                f"requests and sessions hold as many bytes as allowed ({held.max_bytes}); send it again later"
+                f"requests and sessions hold as many bytes as allowed ({held_bytes.max_bytes}); send it again later"
             )
-        if usage is not None and held.max_share is not None and usage.held_bytes + more > held.max_share:
+        if usage is not None and held_bytes.max_share is not None and usage.held_bytes + more > held_bytes.max_share:
             raise RateLimitError(
-                f"this key's requests and sessions hold as many bytes as it may ({held.max_share}); "
+                f"this key's requests and sessions hold as many bytes as it may ({held_bytes.max_share}); "
                 "send it again once some have ended",
                 retry_after=1.0,
             )
@@ -64,12 +64,12 @@ class Hold:
     def set(self, size: int) -> None:
         """Hold this many, which are there already."""
         change, self.size = size - self.size, size
-        self.held.total += change
+        self.held_bytes.total += change
         if self.usage is not None:
             self.usage.held_bytes += change
 
     def assign(self, holder: Holder) -> None:
-        """Count it as this holder's, who was not known before."""
+        """Count it as this holder's from now on."""
         size = self.size
         self.set(0)
         self.usage = holder.use
@@ -80,7 +80,7 @@ class Hold:
 class TransportLimits:
     """An application's settings for its connections, in `app.state.transport`."""
 
-    held: HeldBytes = field(default_factory=lambda: HeldBytes(MAX_HELD_BYTES))
+    held_bytes: HeldBytes = field(default_factory=lambda: HeldBytes(MAX_HELD_BYTES))
     stall_seconds: float = 60.0
     max_connections: int | None = None
     """Beyond it idle ones are closed, and those without any get 503; None: no limit."""

@@ -72,7 +72,7 @@ def run(
             load(service)
         except OmniError as error:
             failures.append(error)
-        except BaseException as error:  # the boundary of this thread: the service must not load for ever
+        except BaseException as error:  # the boundary of this thread: the service must not appear to load for ever
             log_defect("loading", error)
             failures.append(InternalError("loading failed; see the log above"))
         if failures:
@@ -122,7 +122,7 @@ async def _drain(service: Service, signals: StopSignals, notify: Notify) -> None
         tasks.append(asyncio.create_task(service.drain(0)))
         await asyncio.wait(tasks, timeout=max(0.0, signals.seconds_left - STOP_SECONDS + _ABORT_SECONDS))
     if not all(task.done() for task in tasks):
-        notify("something does not end; stopping without it", "yellow")
+        notify("some work did not end in time; stopping without it", "yellow")
     for task in tasks:
         task.cancel()
     for error in await asyncio.gather(*tasks, return_exceptions=True):

@@ -26,7 +26,7 @@ _ABNORMAL = 1006
 _READ_AHEAD = 2**20
 """Bytes of messages that wait for the application while more is read: a disconnect is noticed only by reading."""
 _CLOSE_SECONDS = 5.0
-"""For a client to take the last bytes; closing would wait for ever for one that does not read."""
+"""For a client to take the last bytes; closing would wait indefinitely for one that does not read."""
 _MESSAGE_OVERHEAD = 256
 """What a message takes beside its bytes: one read may bring many thousands of tiny ones."""
 _MAX_UNREAD_PONGS = 256 * 2**10
@@ -49,7 +49,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         limits: TransportLimits = config.app.state.transport  # type: ignore[union-attr]
-        self._hold = Hold(limits.held)
+        self._hold = Hold(limits.held_bytes)
         self._stall_seconds = limits.stall_seconds
         self._disconnected: asyncio.Future[int] = self.loop.create_future()
         self._queued: deque[int] = deque()

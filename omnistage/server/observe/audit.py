@@ -117,7 +117,7 @@ def ended_by(reason: FinishReason | None) -> str:
 
 
 class AuditFile(logging.Handler):
-    """Appends lines to a file. One that cannot be written is counted in `lost`, and told once while that lasts."""
+    """Appends lines to a file. One that cannot be written counts in `lost_lines`, and is logged once while it lasts."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
@@ -126,14 +126,14 @@ class AuditFile(logging.Handler):
         self._torn = False
         """Part of a line is in the file, and could not be taken back."""
         self.failing = False
-        self.lost = 0
+        self.lost_lines = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         line = f"{self.format(record)}\n".encode()
         try:
             self._append(b"\n" + line if self._torn else line)
         except OSError as error:
-            self.lost += 1
+            self.lost_lines += 1
             if not self.failing:
                 _problems.error("the audit log %s cannot be written: %s", self._file, error.strerror)
             self.failing = True
@@ -141,7 +141,7 @@ class AuditFile(logging.Handler):
         self._torn = False
         if self.failing:
             self.failing = False
-            _problems.warning("the audit log %s is written again; lines lost so far: %d", self._file, self.lost)
+            _problems.warning("the audit log %s is written again; lines lost so far: %d", self._file, self.lost_lines)
 
     def _append(self, line: bytes) -> None:
         """Write the whole line or nothing of it."""

@@ -209,7 +209,7 @@ class _Collector(Collector):
         yield CounterMetricFamily(
             "omnistage_audit_lost_lines",
             "Lines of the audit log that could not be written.",
-            value=0 if audit is None else audit.lost,
+            value=0 if audit is None else audit.lost_lines,
         )
         yield InfoMetricFamily("omnistage_build", "The running version.", {"version": __version__})
         yield from _device_memory()

@@ -80,7 +80,7 @@ def _only_model(service: Service, name: str | None) -> ServedModel:
 
 
 async def _run(service: Service, work: Callable[[], None]) -> None:
-    """In a thread: it reads a file, and nobody else may wait for that."""
+    """In a thread: it reads a file, which must not block the event loop."""
     with ExitStack() as resources:
         place = service.adapter_workers.reserve(resources)
         await service.adapter_workers.run(lambda _over: work(), place, resources)

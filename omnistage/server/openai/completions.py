@@ -26,12 +26,12 @@ from omnistage.server.http.errors import ErrorBody, body_of
 from omnistage.server.http.json_body import run_json
 from omnistage.server.http.openapi import response_docs
 from omnistage.server.http.routing import api_router, json_response
-from omnistage.server.http.sse import DONE, LastPiece, event, stream_response
+from omnistage.server.http.sse import DONE_EVENT, LastPiece, event, stream_response
 from omnistage.server.openai.base import only
 from omnistage.server.openai.chat.request import FORMAT_PATHS, ResponseFormat
 from omnistage.server.openai.request_models import SamplingFields, StreamOptions
 from omnistage.server.openai.response_models import Finish, TokenUsage, finish_of, usage_of
-from omnistage.server.openai.running import RunningUsage, named, text_stage
+from omnistage.server.openai.running import RunningUsage, text_stage, with_model_name
 from omnistage.server.openai.tokenize import decoded
 from omnistage.server.service import ServedModel, Service
 
@@ -77,7 +77,7 @@ class CompletionRequest(SamplingFields):
         """Raise `InvalidRequestError` where fields do not fit together."""
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise InvalidRequestError(
-                f"must be n, which is {self.n or 1}: answers are not generated to be thrown away; leave it out",
+                f"must be n, which is {self.n or 1}: more candidates than answers are not supported; leave it out",
                 param="best_of",
             )
         if self.echo and self.logprobs is not None:
@@ -85,7 +85,7 @@ class CompletionRequest(SamplingFields):
                 "log probabilities of the prompt are not computed; leave echo or logprobs out", param="echo"
             )
         if (constraint := self.constraint_field) is not None and self.response_format is not None:
-            raise InvalidRequestError("goes without response_format; send one of them", param=constraint)
+            raise InvalidRequestError("cannot be combined with response_format; send one of them", param=constraint)
 
     def structured(self) -> StructuredOutput | None:
         if self.constraint_field is not None:
@@ -125,7 +125,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue one prompt or several."""
     service, holder = service_of(request), caller(request)
     model = service.model(body.model)
-    body = named(body, model)
+    body = with_model_name(body, model)
     body.check()
     body.note_ignored()
     prompts = _prompts(body)
@@ -138,7 +138,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
             async with running as streams, aclosing(_events(body, streams, each, echoes)) as chunks:
                 async for chunk in chunks:
                     yield event(chunk)
-            yield LastPiece(DONE)
+            yield LastPiece(DONE_EVENT)
 
         return await stream_response(events())
     finals: dict[int, OmniRequestOutput] = {}
@@ -176,8 +176,8 @@ async def _running(
         for place, prompt in enumerate(prompts):
             name = f"prompt[{place}]" if len(prompts) > 1 else "prompt"
             names = {"prompt": name, "prompt_token_ids": name, "prompts": "prompt", **paths}
-            counted = 0 if place else len(prompts)  # the first counts for all
-            one = service.run_request(holder, model, prompt, params, options, prompts=counted, rename=names)
+            num_prompts = 0 if place else len(prompts)  # the first counts for all
+            one = service.run_request(holder, model, prompt, params, options, prompts=num_prompts, rename=names)
             streams.append(await stack.enter_async_context(one))
         yield streams
 

@@ -23,7 +23,7 @@ from omnistage.server.http.openapi import response_docs
 from omnistage.server.http.routing import api_router, json_response
 from omnistage.server.openai.base import WireModel
 from omnistage.server.openai.request_models import Finite
-from omnistage.server.openai.running import final_output, named
+from omnistage.server.openai.running import final_output, with_model_name
 from omnistage.server.service import ServedModel
 
 router = api_router()
@@ -189,7 +189,7 @@ class Moderation(TypedDict):
 @router.post("/v1/embeddings", response_model=None, responses=response_docs(EmbeddingList))
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """A vector for each text."""
-    body = named(body, service_of(request).model(body.model))
+    body = with_model_name(body, service_of(request).model(body.model))
     model, processor = _encoder(request, body.model, Modality.EMBEDDING)
     _check_dimensions(processor, body.dimensions)
     texts = _as_batch(body.input)
@@ -217,7 +217,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
 @router.post("/v1/score", response_model=None, responses=response_docs(ScoreList))
 async def score(body: ScoreRequest, request: Request) -> Response:
     """How well texts go together: a cross-encoder's score of each pair, or the cosine of two embeddings."""
-    body = named(body, service_of(request).model(body.model))
+    body = with_model_name(body, service_of(request).model(body.model))
     firsts, seconds = _as_texts(body.text_1), _as_texts(body.text_2)
     if len(firsts) == 1:
         firsts *= len(seconds)
@@ -242,7 +242,7 @@ async def score(body: ScoreRequest, request: Request) -> Response:
 @router.post("/v1/rerank", response_model=None, responses=response_docs(RerankList))
 async def rerank(body: RerankRequest, request: Request) -> Response:
     """Documents by how well they answer a query, best first."""
-    body = named(body, service_of(request).model(body.model))
+    body = with_model_name(body, service_of(request).model(body.model))
     documents = tuple(one if isinstance(one, str) else one.text for one in body.documents)
     queries = (body.query,) * len(documents)
     names = ["query"] * len(documents), [f"documents[{i}]" for i in range(len(documents))]
@@ -266,7 +266,7 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
 @router.post("/v1/moderations", response_model=None, responses=response_docs(Moderation))
 async def moderations(body: ModerationRequest, request: Request) -> Response:
     """Which classes of a sequence classifier texts belong to."""
-    body = named(body, service_of(request).model(body.model))
+    body = with_model_name(body, service_of(request).model(body.model))
     model, processor = _encoder(request, body.model, Modality.SCORES)
     harmless = [label for label in processor.labels if label.lower().replace("_", " ") in _HARMLESS]
     if not processor.multi_label and len(harmless) != 1:
@@ -352,7 +352,7 @@ async def _relevance(
     if Modality.SCORES in model.omni.modalities:
         if len(processor.labels) != 1:
             raise UnsupportedModalityError(
-                f"this model tells {len(processor.labels)} classes apart and has no single score; use a cross-encoder "
+                f"this model has {len(processor.labels)} classes and no single score; use a cross-encoder "
                 "with one, or an embedding model",
                 param="model",
             )

@@ -145,11 +145,11 @@ class ExtensionFields(WireModel):
 
     @field_validator("regex", "ebnf", "json_schema")
     @classmethod
-    def _alone(cls, sent: object, info: ValidationInfo) -> object:
+    def _alone(cls, value: object, info: ValidationInfo) -> object:
         others = ("structured_outputs", "regex", "ebnf")
-        if sent is not None and any(info.data.get(name) is not None for name in others):
-            raise ValueError("goes without other constraints; send one of structured_outputs, regex, ebnf, json_schema")
-        return sent
+        if value is not None and any(info.data.get(name) is not None for name in others):
+            raise ValueError("cannot be combined; send one of structured_outputs, regex, ebnf, json_schema")
+        return value
 
     @property
     def constraint_field(self) -> str | None:
@@ -197,13 +197,13 @@ class TemplateFields(WireModel):
     # Validators of fields: they cost nothing where a field is not sent, which is nearly always.
     @field_validator("chat_template_kwargs")
     @classmethod
-    def _check_variables(cls, sent: TemplateVariables | None) -> TemplateVariables | None:
-        for name, value in (sent or {}).items():
+    def _check_variables(cls, variables: TemplateVariables | None) -> TemplateVariables | None:
+        for name, value in (variables or {}).items():
             if isinstance(value, str) and len(value) > _MAX_VARIABLE_CHARS:
                 raise field_error(name[:40], f"is over {_MAX_VARIABLE_CHARS} characters")
-        if not isinstance((sent or {}).get("enable_thinking"), bool | None):
+        if not isinstance((variables or {}).get("enable_thinking"), bool | None):
             raise field_error("enable_thinking", "must be true or false")
-        return sent
+        return variables
 
     @field_validator("add_generation_prompt")
     @classmethod
@@ -211,11 +211,6 @@ class TemplateFields(WireModel):
         if opens and info.data.get("continue_final_message"):
             raise ValueError("must be false where continue_final_message is true")
         return opens
-
-    @property
-    def thinking(self) -> bool | None:
-        """Whether the request asks for thinking; None: the model's default."""
-        return thinking_of(self.reasoning_effort, self.chat_template_kwargs)
 
     def template(self, model: ServedModel) -> TemplateOptions:
         """What else the template is told."""
@@ -228,19 +223,24 @@ class TemplateFields(WireModel):
         return TemplateOptions(values, self.continue_final_message, self.add_generation_prompt)
 
 
-def thinking_of(effort: Effort | None, sent: TemplateVariables | None = None) -> bool | None:
+def thinking_of(effort: Effort | None, variables: TemplateVariables | None = None) -> bool | None:
     """Whether a request asks for thinking; None: the model's default."""
-    enabled = (sent or {}).get("enable_thinking")
+    enabled = (variables or {}).get("enable_thinking")
     if isinstance(enabled, bool):
         return enabled
     return False if effort == "none" else None
 
 
 def template_variables(
-    model: ServedModel, effort: Effort | None, sent: TemplateVariables | None = None, param: str = "reasoning_effort"
+    model: ServedModel,
+    effort: Effort | None,
+    variables: TemplateVariables | None = None,
+    param: str = "reasoning_effort",
 ) -> dict[str, str | int | float | bool]:
     """What the model's template is told beside `enable_thinking`; the effort where it knows it, else it is noted."""
-    values = {name: value for name, value in (sent or {}).items() if value is not None and name != "enable_thinking"}
+    values = {
+        name: value for name, value in (variables or {}).items() if value is not None and name != "enable_thinking"
+    }
     if effort is None or effort == "none" or "reasoning_effort" in values:
         return values
     if model.thinking is not None and model.thinking.has_variable("reasoning_effort"):

@@ -293,7 +293,7 @@ async def _run_nearest(
     """A request whose size is a preference: the model draws the nearest that it can."""
     ((stage, drawing),) = params.items()
     if not isinstance(drawing, DiffusionParams):
-        raise StageError("the parameters of a drawing are others")
+        raise StageError("the request's parameters are not those of a picture")
     size = drawing.width, drawing.height
     width, height = model.nearest_sizes.get(size, size)
     async with AsyncExitStack() as stack:

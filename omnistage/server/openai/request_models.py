@@ -129,10 +129,10 @@ class SamplingFields(SamplesText, ExtensionFields):
     # Of a field: it costs nothing where that is not sent.
     @field_validator("stream_options")
     @classmethod
-    def _only_streams(cls, sent: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
-        if sent is not None and not info.data.get("stream"):
+    def _only_streams(cls, options: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if options is not None and not info.data.get("stream"):
             raise ValueError("is for streams; send stream: true, or leave it out")
-        return sent
+        return options
 
 
 def diffusion_params(request: WireModel, size: str | None, **derived: object) -> DiffusionParams:

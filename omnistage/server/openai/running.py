@@ -75,7 +75,7 @@ class Nameless(Protocol):
 NamedT = TypeVar("NamedT", bound=Nameless)
 
 
-def named(body: NamedT, model: ServedModel) -> NamedT:
+def with_model_name(body: NamedT, model: ServedModel) -> NamedT:
     """The request, with the name of its model also where it left it out."""
     return body if body.model is not None else body.model_copy(update={"model": model.name})
 

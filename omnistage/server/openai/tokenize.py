@@ -27,7 +27,7 @@ from omnistage.server.http.openapi import response_docs
 from omnistage.server.http.routing import api_router
 from omnistage.server.openai.base import WireModel, max_items, only
 from omnistage.server.openai.chat.messages import UncheckedMessages
-from omnistage.server.openai.extensions import TemplateFields
+from omnistage.server.openai.extensions import TemplateFields, thinking_of
 from omnistage.server.openai.tools import ToolFields
 from omnistage.server.service import ServedModel, Service
 
@@ -78,7 +78,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> JSONResponse:
     prompt: Prompt = list(body.messages) if body.messages is not None else body.prompt or ""
     options = RequestOptions(
         tools=() if body.toolbox is None else body.toolbox.specs(),
-        thinking=body.thinking,
+        thinking=thinking_of(body.reasoning_effort, body.chat_template_kwargs),
         template=body.template(model),
     )
     ids = await prompt_tokens(service, holder, model, prompt, options)

@@ -32,7 +32,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]{1,64})"\s*,\s*"arguments"\s*:\s*(?=\{)')
 _NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 _MAX_WHITESPACE = 32
-"""In a row, inside a call's arguments: a model that is constrained to JSON can otherwise go on with spaces for ever."""
+"""In a row, inside a call's arguments: a model that is constrained to JSON can otherwise generate endless spaces."""
 MAX_TOOLS = 128
 _MAX_KEYWORDS = 128
 """At the top of a JSON schema. Its other levels are bounded by the values that a body may have."""

@@ -24,10 +24,6 @@ _MESSAGES = {
 ModelT = TypeVar("ModelT", bound=WireModel)
 
 
-class ClientModel(WireModel):
-    """The base of what clients send over the socket."""
-
-
 def validate(model: type[ModelT], values: JsonObject, prefix: str = "") -> ModelT:
     """Raises `InvalidRequestError` for the first problem, its path starting with `prefix`."""
     try:

@@ -17,7 +17,7 @@ from omnistage.core.params import SamplingParams, StageParams
 from omnistage.core.types import Modality
 from omnistage.media.vad import require_vad, vad_available
 from omnistage.server.openai.audio import capabilities
-from omnistage.server.openai.base import Metadata
+from omnistage.server.openai.base import Metadata, WireModel
 from omnistage.server.openai.responses.tools import FlatTool
 from omnistage.server.openai.tools import (
     MAX_TOOLS,
@@ -30,14 +30,14 @@ from omnistage.server.openai.tools import (
     check_schemas,
 )
 from omnistage.server.realtime.audio import RATES, FormatName
-from omnistage.server.realtime.base import ClientModel, Ignored, JsonObject, validate
+from omnistage.server.realtime.base import Ignored, JsonObject, validate
 from omnistage.server.realtime.preview import from_preview, merge_settings
 from omnistage.server.service import ServedModel
 
 MAX_INSTRUCTIONS = 200_000
 
 
-class AudioFormat(ClientModel):
+class AudioFormat(WireModel):
     type: FormatName = "audio/pcm"
     rate: int | None = None
 
@@ -57,7 +57,7 @@ class AudioFormat(ClientModel):
         return rate
 
 
-class ServerVad(ClientModel):
+class ServerVad(WireModel):
     """Turn detection by the server."""
 
     type: Literal["server_vad"]
@@ -69,7 +69,7 @@ class ServerVad(ClientModel):
     idle_timeout_ms: None = None
 
 
-class SemanticVad(ClientModel):
+class SemanticVad(WireModel):
     """Turn detection by the same detector, whose silence is chosen by how eager it is to respond."""
 
     type: Literal["semantic_vad"]
@@ -87,7 +87,7 @@ class SemanticVad(ClientModel):
 TurnDetection = Annotated[ServerVad | SemanticVad, Field(discriminator="type")]
 
 
-class InputTranscription(ClientModel):
+class InputTranscription(WireModel):
     """The user's turns are also written down for the client."""
 
     model: str | None = Field(default=None, max_length=200)
@@ -95,14 +95,14 @@ class InputTranscription(ClientModel):
     prompt: str | None = Field(default=None, max_length=4000)
 
 
-class InputAudioConfig(ClientModel):
+class InputAudioConfig(WireModel):
     format: AudioFormat = AudioFormat()
     turn_detection: TurnDetection | None = None
     noise_reduction: Ignored = None
     transcription: InputTranscription | None = None
 
 
-class OutputAudioConfig(ClientModel):
+class OutputAudioConfig(WireModel):
     format: AudioFormat = AudioFormat()
     voice: str | None = None
     speed: float | None = Field(default=None, ge=0.25, le=1.5, allow_inf_nan=False)
@@ -117,7 +117,7 @@ class OutputAudioConfig(ClientModel):
         return value["id"]
 
 
-class AudioConfig(ClientModel):
+class AudioConfig(WireModel):
     input: InputAudioConfig = InputAudioConfig()
     output: OutputAudioConfig = OutputAudioConfig()
 
@@ -125,11 +125,11 @@ class AudioConfig(ClientModel):
 _Count = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
-class FunctionTool(ClientModel, FlatTool):
+class FunctionTool(FlatTool):
     """A function, with its fields beside its type."""
 
 
-class FunctionChoice(ClientModel):
+class FunctionChoice(WireModel):
     type: Literal["function"]
     name: str
 
@@ -155,7 +155,7 @@ def _check_session_type(value: object) -> object:
     return value
 
 
-class ResponseConfig(ClientModel):
+class ResponseConfig(WireModel):
     """Settings of a session that a single response may override."""
 
     output_modalities: Annotated[
@@ -227,7 +227,7 @@ class SessionConfig(ResponseConfig):
         return {**data, "id": session_id, "object": "realtime.session"}
 
 
-class ResponseOptions(ClientModel):
+class ResponseOptions(WireModel):
     """Fields of `response.create` that are not settings."""
 
     conversation: Literal["auto", "none"] = "auto"

@@ -11,7 +11,8 @@ from omnistage.core.errors import InvalidRequestError, LimitExceededError, OmniE
 from omnistage.core.validation import short_repr
 from omnistage.server.http.errors import body_of
 from omnistage.server.http.json_body import check_readable, read_int, run_json
-from omnistage.server.realtime.base import ClientModel, JsonObject, validate
+from omnistage.server.openai.base import WireModel
+from omnistage.server.realtime.base import JsonObject, validate
 
 _MAX_ID_CHARS = 512
 LARGE_CHARS, _LARGE_VALUES = 2**16, 2**12
@@ -23,7 +24,7 @@ MAX_VALUES = 100_000
 and a hundred times the message's memory."""
 
 
-class ClientEvent(ClientModel):
+class ClientEvent(WireModel):
     type: str
     event_id: str | None = Field(default=None, max_length=_MAX_ID_CHARS)
 

@@ -13,8 +13,9 @@ from pydantic import FailFast, Field
 
 from omnistage.core.errors import InvalidRequestError, LimitExceededError, MediaError
 from omnistage.core.validation import short_repr
+from omnistage.server.openai.base import WireModel
 from omnistage.server.realtime.audio import RATES, base64_seconds, decode, from_base64
-from omnistage.server.realtime.base import ClientModel, JsonObject, validate
+from omnistage.server.realtime.base import JsonObject, validate
 from omnistage.server.realtime.config import AudioInputLimits
 
 Role = Literal["system", "user", "assistant"]
@@ -208,7 +209,7 @@ Item = Message | FunctionCall | FunctionOutput
 # ---------------------------------------------------------------------------------------------- what clients send
 
 
-class ContentIn(ClientModel):
+class ContentIn(WireModel):
     type: Literal["input_text", "input_audio", "input_image", "output_text", "output_audio", "text", "audio"]
     text: str | None = None
     audio: str | None = None
@@ -230,7 +231,7 @@ class ContentIn(ClientModel):
         return Image(value) if self.type == "input_image" else Text(value)
 
 
-class ItemIn(ClientModel):
+class ItemIn(WireModel):
     type: str
     id: str | None = Field(default=None, min_length=1, max_length=64)
     object: str | None = None

@@ -94,7 +94,7 @@ async def _serve(
         socket = _Socket(websocket, options, record, preview=endpoint == ENDPOINT)
         try:
             holder = _admit(websocket, service, options, record)
-            memory = Hold(websocket.app.state.transport.held, holder.use)
+            memory = Hold(websocket.app.state.transport.held_bytes, holder.use)
             session = open_session(holder, websocket.query_params.get("model"), socket, memory)
             share = max(1, options.max_sessions // _MAX_SHARE) if service.keyring.required else None
             stack.enter_context(holder.count("sessions", share))
@@ -240,7 +240,7 @@ class _Connection:
         try:
             awaited: set[asyncio.Future[Any]] = {reader, finished, disconnected}
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-            if not reader.done() and disconnected.done():  # what it still works on has nobody to hear of it
+            if not reader.done() and disconnected.done():  # its result could not be delivered
                 self._note_disconnect(disconnected.result())
             elif not reader.done():
                 await self._socket.close(_GOING_AWAY, "the service is stopping")

@@ -25,8 +25,9 @@ from omnistage.server.http.errors import CLIENT_CLOSED, body_of
 from omnistage.server.http.limits import Hold
 from omnistage.server.observe.audit import CURRENT_RECORD, DISCONNECTED, AuditRecord
 from omnistage.server.openai.audio.speech import SpeechRequest, reads_aloud, run_speech, speech_pieces
+from omnistage.server.openai.base import WireModel
 from omnistage.server.realtime.admission import check_model
-from omnistage.server.realtime.base import ClientModel, JsonObject, validate
+from omnistage.server.realtime.base import JsonObject, validate
 from omnistage.server.realtime.events import ClientGoneError, read_object
 from omnistage.server.service import Service
 
@@ -50,12 +51,12 @@ class SpokenTextConfig(SpeechRequest):
     split_granularity: Literal["sentence"] = "sentence"
 
 
-class TextAppend(ClientModel):
+class TextAppend(WireModel):
     type: Literal["input.text"]
     text: str = Field(max_length=MAX_CHARS)
 
 
-class TextDone(ClientModel):
+class TextDone(WireModel):
     type: Literal["input.done"]
 
 
@@ -137,7 +138,7 @@ class SpokenText:
             validate(TextDone, values)
             self._end()
         else:
-            raise InvalidRequestError("is none of session.config, input.text and input.done", param="type")
+            raise InvalidRequestError("must be one of session.config, input.text, input.done", param="type")
 
     def _configure(self, config: SpokenTextConfig) -> None:
         if self._config is not None:
@@ -246,7 +247,7 @@ class SpokenText:
         speed = 1.0 if config.speed is None else config.speed
         reads = reads_aloud(model)
         size, pending, started = 0, list[bytes](), False
-        pieces = speech_pieces(running, config.response_format, reads=reads, speed=speed, heard=chunks)
+        pieces = speech_pieces(running, config.response_format, reads=reads, speed=speed, sounds=chunks)
         async with aclosing(pieces):
             async for piece in pieces:
                 if not isinstance(piece, bytes):

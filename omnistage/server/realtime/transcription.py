@@ -98,7 +98,7 @@ class TurnTranscriber:
         place: JsonObject = {"item_id": item_id, "content_index": 0}
         try:
             if len(self._tasks) > _MAX_RUNNING:
-                raise QueueFullError(f"{_MAX_RUNNING} turns are being transcribed already; this one is left out")
+                raise QueueFullError(f"{_MAX_RUNNING} turns are being transcribed already; this one is skipped")
             transcriber = transcriber_of(self._service, self._holder, model, settings, "transcription")
             record.model = transcriber.name
             text, usage = await self._transcribe(part, transcriber, settings)

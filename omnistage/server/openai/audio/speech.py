@@ -136,7 +136,7 @@ def run_speech(
 def _messages(body: SpeechRequest, model: ServedModel, clip: Mapping[str, object] | None) -> list[dict[str, object]]:
     processor = model.omni.processor
     if body.ref_text is not None and clip is None:
-        raise InvalidRequestError("is said in no clip; send ref_audio, too, or leave it out", param="ref_text")
+        raise InvalidRequestError("needs ref_audio, whose text it is; send both, or leave it out", param="ref_text")
     if clip is not None and not isinstance(processor, VoiceCloner):
         raise InvalidRequestError(
             "this model cannot speak with the voice of a clip; leave it out, or use a model that can", param="ref_audio"
@@ -178,16 +178,16 @@ def _sound_params(body: SpeechRequest, model: ServedModel) -> dict[str, StagePar
 
 
 async def speech_pieces(
-    running: Running, format: str, *, reads: bool, speed: float, heard: list[AudioChunk] | None = None
+    running: Running, format: str, *, reads: bool, speed: float, sounds: list[AudioChunk] | None = None
 ) -> AsyncGenerator[bytes | OmniRequestOutput]:
     """Pieces of the file as it grows, none of them empty, then the final output. Raises where it is incomplete.
 
-    `heard` gets the sound itself.
+    `sounds` gets the sound itself.
     """
     writer: AudioWriter | None = None
     tempo: TempoStretcher | None = None
 
-    def written(samples: NDArray[np.float32], *, last: bool = False) -> bytes:
+    def encode(samples: NDArray[np.float32], *, last: bool = False) -> bytes:
         if tempo is not None:
             samples = tempo.push(samples, last=last)
         data = writer.write(samples) if writer is not None and len(samples) else b""
@@ -196,8 +196,8 @@ async def speech_pieces(
     async with running as stream:
         async for item in stream:
             if item.audio is not None:
-                if heard is not None:
-                    heard.append(item.audio)
+                if sounds is not None:
+                    sounds.append(item.audio)
                 channels = channels_of(item.audio.samples)
                 writer = writer or audio_writer(format, item.audio.sample_rate, channels)
                 if speed != 1.0 and channels > 1:
@@ -205,7 +205,7 @@ async def speech_pieces(
                 if speed != 1.0 and tempo is None:
                     tempo = TempoStretcher(item.audio.sample_rate, speed)
                 samples = np.asarray(item.audio.samples, dtype=np.float32)
-                if data := await asyncio.to_thread(written, samples):
+                if data := await asyncio.to_thread(encode, samples):
                     yield data
             if item.final is None:
                 continue
@@ -217,7 +217,7 @@ async def speech_pieces(
                 )
             if writer is None:
                 raise InvalidRequestError(_NO_WORDS if reads else _NO_SPEECH, param="input")
-            if data := await asyncio.to_thread(written, np.zeros(0, np.float32), last=True):
+            if data := await asyncio.to_thread(encode, np.zeros(0, np.float32), last=True):
                 yield data
             yield item.final
 

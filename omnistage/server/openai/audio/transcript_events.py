@@ -15,7 +15,7 @@ from omnistage.core.types import FinishReason
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk, Usage
 from omnistage.pipeline.stream import OutputStream
 from omnistage.server.http.errors import ContentFilterError, ErrorBody, body_of
-from omnistage.server.http.sse import DONE
+from omnistage.server.http.sse import DONE_EVENT
 from omnistage.server.openai.audio.transcriber import TIMED_OUT
 from omnistage.server.openai.response_models import TokenCounts, TokenUsage
 from omnistage.server.openai.running import Running, RunningUsage, events_of, writes
@@ -109,7 +109,7 @@ class TranscriptChunks:
             if "error" in one:
                 return [one]
             if one["type"] == "transcript.text.delta":
-                events.append(self._chunk(one["delta"], used=used_now))
+                events.append(self._chunk(one["delta"], usage=used_now))
         if item.final is not None:
             events.append(self._chunk("", "stop", used_now))
             if self._include_usage:
@@ -129,13 +129,13 @@ class TranscriptChunks:
     def _head(self) -> dict[str, object]:
         return {"id": self._id, "object": "transcription.chunk", "created": int(time.time()), "model": self._model}
 
-    def _chunk(self, text: str, finish: str | None = None, used: TokenUsage | None = None) -> Mapping[str, object]:
+    def _chunk(self, text: str, finish: str | None = None, usage: TokenUsage | None = None) -> Mapping[str, object]:
         choice = {"delta": {"content": text}, "finish_reason": finish, "stop_reason": None}
-        return {**self._head(), "choices": [choice], **({} if used is None else {"usage": used})}
+        return {**self._head(), "choices": [choice], **({} if usage is None else {"usage": usage})}
 
 
 def streamed(running: Running, chunks: TranscriptChunks | None) -> AsyncGenerator[bytes]:
     """A transcription as server-sent events."""
     if chunks is not None:
-        return events_of(running, lambda stream: writes(chunks.of(stream)), last=DONE)
+        return events_of(running, lambda stream: writes(chunks.of(stream)), last=DONE_EVENT)
     return events_of(running, lambda _: writes(TranscriptEvents().write))

@@ -31,7 +31,7 @@ from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.errors import ContentFilterError
 from omnistage.server.http.openapi import response_docs
 from omnistage.server.http.routing import api_router
-from omnistage.server.http.sse import DONE, event, stream_response
+from omnistage.server.http.sse import DONE_EVENT, event, stream_response
 from omnistage.server.observe.audit import note_ignored
 from omnistage.server.openai.audio.capabilities import require_audio_input
 from omnistage.server.openai.audio.subtitles import as_srt, as_vtt
@@ -400,7 +400,7 @@ async def _transcribed(form: TranscriptionForm, transcript: DirectTranscript, mo
 
     async def events() -> AsyncGenerator[bytes]:
         if (chunks := form.chunks(model)) is not None:
-            yield b"".join(map(event, chunks.whole(transcript.text))) + DONE
+            yield b"".join(map(event, chunks.whole(transcript.text))) + DONE_EVENT
             return
         if transcript.text:
             yield event({"type": "transcript.text.delta", "delta": transcript.text})

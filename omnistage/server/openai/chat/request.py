@@ -158,9 +158,9 @@ class ChatRequest(SamplingFields, TemplateFields, ToolFields):
             raise InvalidRequestError("a stream carries pcm16; ask for that", param="audio.format")
         if (constraint := self.constraint_field) is not None:
             if self.response_format is not None and self.response_format.type != "text":
-                raise InvalidRequestError("goes without response_format; send one of them", param=constraint)
+                raise InvalidRequestError("cannot be combined with response_format; send one of them", param=constraint)
             if toolbox is not None:
-                raise InvalidRequestError("goes without tools; leave one out", param=constraint)
+                raise InvalidRequestError("cannot be combined with tools; leave one out", param=constraint)
         if toolbox is None:
             return
         if self.speaks:

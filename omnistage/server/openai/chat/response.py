@@ -235,21 +235,12 @@ def _parsed(delta: Delta) -> ChatDelta:
 class StreamWriter:
     """The events of one streamed chat. Every choice begins with its role and ends with its finish reason."""
 
-    @classmethod
-    def of(cls, stream: OutputStream, body: ChatRequest, keep: Keep) -> StreamWriter:
-        """For a request that runs."""
-        self = cls(stream.request_id, body, keep)
-        if body.stream_options is not None and body.stream_options.continuous_usage_stats:
-            self._so_far, self._plain = RunningUsage([stream]), False
-        return self
-
-    def __init__(self, request_id: str, body: ChatRequest, keep: Keep) -> None:
+    def __init__(self, stream: OutputStream, body: ChatRequest, keep: Keep) -> None:
         self._body = body
-        self._so_far: RunningUsage | None = None
-        """Where every event has the usage so far."""
-        self._audio_id = f"audio-{request_id.removeprefix('req-')}"
+        request_id = stream.request_id.removeprefix("req-")
+        self._audio_id = f"audio-{request_id}"
         self._head: ChatChunk = {
-            "id": f"chatcmpl-{request_id.removeprefix('req-')}",
+            "id": f"chatcmpl-{request_id}",
             "object": "chat.completion.chunk",
             "created": int(time.time()),
             "model": body.model or "",
@@ -265,10 +256,13 @@ class StreamWriter:
         self._readers: dict[int, CallReader] = {}
         options = body.stream_options
         self._with_usage = options is not None and options.include_usage
+        # Where every event has the usage so far.
+        self._so_far = RunningUsage([stream]) if options is not None and options.continuous_usage_stats else None
         self._padded = options is not None and bool(options.include_obfuscation)
         # Most events differ in their text alone: for each choice, what stands before and after it.
         self._with_ids = bool(body.return_token_ids)
-        self._plain = not (body.logprobs or self._speaks or self._padded or self._with_ids) and self._toolbox is None
+        self._plain = self._toolbox is None and self._so_far is None
+        self._plain &= not (body.logprobs or self._speaks or self._padded or self._with_ids)
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
 
     def write(self, item: OutputChunk) -> bytes:
@@ -302,18 +296,15 @@ class StreamWriter:
         return chunks
 
     def _deltas(self, item: OutputChunk) -> list[ChatDelta]:
-        if item.reasoning:
-            return [{"reasoning_content": item.reasoning}, *(self._text_deltas(item) if item.text else ())]
-        return self._text_deltas(item)
-
-    def _text_deltas(self, item: OutputChunk) -> list[ChatDelta]:
-        if item.text:
-            if self._toolbox is not None:
+        if item.text or item.reasoning:
+            deltas: list[ChatDelta] = [{"reasoning_content": item.reasoning}] if item.reasoning else []
+            if item.text and self._toolbox is not None:
                 reader = self._readers.setdefault(item.index, CallReader(self._toolbox))
-                return [_parsed(delta) for delta in reader.push(item.text)]
-            if self._speaks:
-                return [{"audio": {"id": self._audio_id, "transcript": item.text}}]
-            return [{"content": item.text}]
+                return [*deltas, *map(_parsed, reader.push(item.text))]
+            if item.text:
+                speech: AudioDelta = {"id": self._audio_id, "transcript": item.text}
+                deltas.append({"audio": speech} if self._speaks else {"content": item.text})
+            return deltas
         if item.audio is not None:
             data = base64.b64encode(pcm16(np.asarray(item.audio.samples, dtype=np.float32))).decode()
             return [{"audio": {"id": self._audio_id, "data": data, "sample_rate": item.audio.sample_rate}}]

@@ -13,11 +13,12 @@ from omnistage.pipeline.intake import RequestOptions
 from omnistage.server.http.context import caller, service_of
 from omnistage.server.http.openapi import response_docs
 from omnistage.server.http.routing import api_router, json_response
-from omnistage.server.http.sse import DONE, stream_response
+from omnistage.server.http.sse import DONE_EVENT, stream_response
 from omnistage.server.openai.chat.request import NO_VIDEOS, ChatRequest
 from omnistage.server.openai.chat.response import ChatChunk, ChatCompletion, StreamWriter, completion
+from omnistage.server.openai.extensions import thinking_of
 from omnistage.server.openai.request_models import voice_name
-from omnistage.server.openai.running import events_of, final_output, named, require_enforceable
+from omnistage.server.openai.running import events_of, final_output, require_enforceable, with_model_name
 from omnistage.server.service import ServedModel
 
 router = api_router()
@@ -29,7 +30,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service, holder = service_of(request), caller(request)
     model = service.model(body.model)
     if body.model is None:
-        body = named(body, model)
+        body = with_model_name(body, model)
     body.check()
     toolbox = body.toolbox
     options = RequestOptions(
@@ -39,15 +40,15 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         body.timeout,
         body.use_audio_in_video,
         toolbox.specs() if toolbox is not None else (),
-        body.thinking,
+        thinking_of(body.reasoning_effort, body.chat_template_kwargs),
         body.template(model),
     )
     if toolbox is not None:
         await require_enforceable(body.exact_schemas(), service.owner_of(holder))
-    messages = service.spoken.recalled(holder.name, body.messages)
+    messages = service.spoken_answers.recalled(holder.name, body.messages)
     params, paths = _params(body, model), body.error_paths()
     running = service.run_request(holder, model, messages, params, options, rename=paths)
-    keep = partial(service.spoken.keep, holder.name)
+    keep = partial(service.spoken_answers.keep, holder.name)
     if not body.stream:
         final = await final_output(running)
         small = not (body.logprobs or final.audio or final.images)
@@ -56,7 +57,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         )
 
     return await stream_response(
-        events_of(running, lambda stream: StreamWriter.of(stream, body, keep).write, last=DONE)
+        events_of(running, lambda stream: StreamWriter(stream, body, keep).write, last=DONE_EVENT)
     )
 
 

@@ -27,9 +27,9 @@ from omnistage.server.openai.responses.response import ResponseEvent, ResponseOb
 from omnistage.server.openai.running import (
     events_of,
     final_output,
-    named,
     require_enforceable,
     text_stage,
+    with_model_name,
     writes,
 )
 from omnistage.server.openai.tokenize import prompt_tokens
@@ -68,7 +68,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     service = service_of(request)
     holder = caller(request)
     model = service.model(body.model)
-    body = named(body, model)
+    body = with_model_name(body, model)
     body.note_ignored()
     history, size = _history(body, service, holder)
     options = _options(body, model)
@@ -108,8 +108,8 @@ async def input_tokens(body: ResponsesRequest, request: Request) -> Response:
     messages, options = body.messages(history), _options(body, model)
     tokens = await prompt_tokens(service, holder, model, messages, options, rename=partial(body.path, history=history))
     count = tokens if isinstance(tokens, int) else len(tokens)
-    counted: InputTokens = {"object": "response.input_tokens", "input_tokens": count}
-    return await json_response(lambda: counted, small=True, owner=None)
+    response: InputTokens = {"object": "response.input_tokens", "input_tokens": count}
+    return await json_response(lambda: response, small=True, owner=None)
 
 
 @router.get("/v1/responses/{response_id}", response_model=None, responses=response_docs(ResponseObject))
@@ -226,7 +226,7 @@ def _options(body: ResponsesRequest, model: ServedModel) -> RequestOptions:
     )
 
 
-def _params(body: ResponsesRequest, model: ServedModel) -> dict[str, StageParams]:
+def _params(body: ResponsesRequest, model: ServedModel) -> Mapping[str, StageParams]:
     stage = text_stage(model)
     sampling = body.sampling()
     return model.with_seed(body.seed, {} if sampling is None else {stage: sampling})

@@ -179,7 +179,7 @@ class JobStore:
                     (len(data), seconds, size, int(time.time()), job_id),
                 )
             except sqlite3.Error:
-                self.path(job_id).unlink(missing_ok=True)  # nobody would find it
+                self.path(job_id).unlink(missing_ok=True)  # no row refers to it
                 raise
 
     def fail(self, job_id: str, error: OmniError) -> None:
