@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,15 +14,9 @@ from omnistage.config.schema import ARBudget
 from omnistage.core.errors import InvalidRequestError, UnsupportedModelError
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import ARInput, RequestInfo, StageChunk, StageInput, TokenChunk
-from omnistage.engines.ar.attention.sdpa import SdpaBackend
 from omnistage.engines.ar.group import Group
-from omnistage.engines.ar.group_runner import GroupRunner
 from omnistage.engines.ar.memory import ar_needs
-from omnistage.engines.ar.own_state import OwnStateRunner
-from omnistage.engines.ar.runner import Runner
 from omnistage.engines.ar.stage import ARStage
-from omnistage.engines.ar.whole_prompt_runner import WholePromptRunner
-from omnistage.engines.streams import DeviceStream
 from omnistage.hf import transformers
 from omnistage.models.causal_lm.own_forward import OwnForwardLM
 
@@ -180,22 +173,3 @@ def test_the_memory_plan_counts_scores_over_a_whole_sequence() -> None:
     assert many.memory.activations > 3 * few.memory.activations > 0
     assert few.block_bytes == 8 * 2 * 2 * 32 * 4
     assert few.max_length == 512
-
-
-@pytest.mark.parametrize("runner", [GroupRunner, OwnStateRunner, WholePromptRunner])
-def test_models_that_attend_by_themselves_do_so_without_plans_of_cudnn(
-    runner: type[Runner], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    devices: list[torch.device] = []
-    monkeypatch.setattr(sys.modules[runner.__module__], "avoid_attention_plans", devices.append)
-    runner(
-        OwnForwardLM(gptj()),
-        SdpaBackend(),
-        DeviceStream(CPU),
-        num_blocks=4,
-        block_size=8,
-        max_length=32,
-        max_batch=2,
-        encoder_cache_bytes=0,
-    )
-    assert devices == [CPU]

@@ -7,7 +7,6 @@ prefix reuse, preemption.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,15 +16,11 @@ from omnistage.engines.ar.group import Group
 from omnistage.engines.ar.rows import UNREAD
 from omnistage.engines.ar.runner import Runner
 from omnistage.engines.ar.scheduler import ScheduledSequence
-from omnistage.engines.streams import avoid_attention_plans, upload
+from omnistage.engines.streams import upload
 
 
 class GroupRunner(Runner):
     """Gives the component groups instead of a flattened batch."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        avoid_attention_plans(self.component.device)  # the model attends by itself, whatever the backend
 
     def _forward(self, batch: Sequence[ScheduledSequence]) -> StepTensors:
         groups: dict[int, list[int]] = {}

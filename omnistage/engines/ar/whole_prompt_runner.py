@@ -20,7 +20,7 @@ from omnistage.engines.ar.graphs import StepTensors
 from omnistage.engines.ar.rows import UNREAD, SequenceRows
 from omnistage.engines.ar.runner import LaunchedStep, Runner
 from omnistage.engines.ar.scheduler import ScheduledSequence, SchedulerOutput
-from omnistage.engines.streams import avoid_attention_plans, upload
+from omnistage.engines.streams import upload
 
 
 @dataclass(slots=True)
@@ -38,7 +38,6 @@ class WholePromptRunner(Runner):
     def __init__(self, *args: Any, **options: Any) -> None:
         self._states: dict[str, _State] = {}
         super().__init__(*args, **options)
-        avoid_attention_plans(self.component.device)
 
     def remove(self, key: str) -> None:
         super().remove(key)
