@@ -238,6 +238,29 @@ def test_what_cannot_be_a_program_has_none() -> None:
         assert stage_of(component_of(name)).runner.scripts is None
 
 
+def test_a_program_that_fails_ends_no_request_and_does_not_run_again(caplog: pytest.LogCaptureFixture) -> None:
+    component = component_of("llama, grouped heads")
+    expected = answers(stage_of(component, torchscript=False), 4)
+    stage = stage_of(component)
+    scripts = stage.runner.scripts
+    assert scripts is not None
+    failures: list[int] = []
+
+    def fail(embeds: torch.Tensor, *rest: object) -> torch.Tensor:
+        for cache in scripts._caches:
+            cache[rest[1]] = torch.nan  # half written
+        failures.append(len(embeds))
+        raise RuntimeError("a text that a user sent")
+
+    scripts._programs[True] = fail
+    with caplog.at_level(logging.WARNING, logger=torchscript.__name__):
+        assert_same(answers(stage, 4), expected)
+    assert len(failures) == 1
+    assert scripts.count == 0
+    assert "run as TorchScript no more: one failed with RuntimeError" in caplog.text
+    assert "user" not in caplog.text
+
+
 def test_caches_and_modules_are_those_of_the_runner_after_tracing() -> None:
     component = component_of("llama, grouped heads")
     stage = stage_of(component)

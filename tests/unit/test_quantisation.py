@@ -72,6 +72,7 @@ def test_a_row_of_a_packed_layer_does_not_depend_on_the_others() -> None:
     for count in (1, 2, 5):
         assert torch.equal(packed(rows[:count]), together[:count])
     assert packed(rows[:0]).shape == (0, 40)
+    assert torch.equal(packed(rows[0]), together[0])  # without the batch's dimension
 
 
 def test_weights_that_were_quantised_before_come_out_the_same() -> None:

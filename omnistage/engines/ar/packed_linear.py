@@ -62,6 +62,8 @@ class HalfLinear(PackedLinear):
         return weight * self._scale
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if input.ndim == 1:
+            return self.forward(input[None])[0]
         out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16.default(input, self._packed)
         if self._scale != 1.0:
             out.mul_(self._scale)

@@ -250,7 +250,13 @@ class DecodeScripts:
         program = self._programs.get(plan.first_slot is None)
         if program is None:
             return None
-        return program(embeds, positions, *_arguments(plan, slot_mapping), self._caches)
+        try:
+            return program(embeds, positions, *_arguments(plan, slot_mapping), self._caches)
+        except RuntimeError as error:  # the plain path computes the step again, and is asked alone from now on
+            self._programs.clear()
+            name, kind = type(self._component).__name__, type(error).__name__
+            logger.warning("decode steps of %s run as TorchScript no more: one failed with %s", name, kind)
+            return None
 
     @property
     def count(self) -> int:

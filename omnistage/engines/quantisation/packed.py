@@ -51,6 +51,8 @@ class PackedInt8Linear(nn.Linear):
         # Few operators: of a small model each costs as much as a part of its product.
         if not input.numel():
             return input.new_empty(*input.shape[:-1], self.out_features)
+        if input.ndim == 1:
+            return self.forward(input[None])[0]
         rows = input if input.dtype == torch.float32 else input.float()
         largest = rows.abs().amax(-1, keepdim=True).clamp_min(_TINY)
         out: torch.Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default(
