@@ -31,8 +31,8 @@ class Silence:
         if last_sign != self._last_sign:
             self._last_sign, self._waits = last_sign, processor_waits(self._pid)
         now = processor_waits(self._pid)
-        wait = max((now[thread] - before for thread, before in self._waits.items() if thread in now), default=0.0)
-        return max(silent - wait, silent / BUSY_FACTOR)
+        waited = max((now[thread] - before for thread, before in self._waits.items() if thread in now), default=0.0)
+        return max(silent - waited, silent / BUSY_FACTOR)
 
 
 def processor_waits(pid: int) -> dict[int, float]:
