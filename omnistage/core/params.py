@@ -83,6 +83,11 @@ class AdapterWeight(BaseModel):
     weight: float = Field(default=1.0, allow_inf_nan=False, ge=-100.0, le=100.0)
 
 
+def _one_or_several(value: object) -> object:
+    """A text in place of a list of texts."""
+    return (value,) if isinstance(value, str) else value
+
+
 def _as_list(value: object) -> object:
     """A name or one adapter in place of a list of them."""
     each = value if isinstance(value, list | tuple) else (value,)
@@ -106,7 +111,7 @@ Adapters = Annotated[
 
 
 class SamplingParams(StageParams):
-    """How an autoregressive stage picks tokens. The defaults are greedy-free plain sampling at temperature 1."""
+    """How an autoregressive stage samples tokens. The defaults are plain sampling at temperature 1."""
 
     max_tokens: int = Field(default=1024, ge=1, le=1_000_000, description="Maximum tokens to generate.")
     min_tokens: int = Field(default=0, ge=0, description="No stop before this many tokens.")
@@ -120,7 +125,9 @@ class SamplingParams(StageParams):
     logit_bias: dict[int, _Bias] | None = Field(default=None, description="Token id to added logit.")
     allowed_token_ids: tuple[int, ...] | None = Field(default=None, description="Only these may be sampled.")
     suppress_token_ids: tuple[int, ...] = Field(default=(), description="Never sampled.")
-    stop: tuple[str, ...] = Field(default=(), max_length=64, description="Strings that end the text.")
+    stop: Annotated[tuple[str, ...], BeforeValidator(_one_or_several)] = Field(
+        default=(), max_length=64, description="Strings that end the text."
+    )
     stop_token_ids: tuple[int, ...] = Field(default=(), description="Ids that end the output, besides the model's.")
     ignore_eos: bool = Field(default=False, description="Continue past the model's end tokens.")
     include_stop_str_in_output: bool = False
@@ -130,13 +137,6 @@ class SamplingParams(StageParams):
     n: int = Field(default=1, ge=1, le=128, description="Answers to one prompt.")
     structured: StructuredOutput | None = None
     lora: Adapters = Field(default=(), description="LoRA adapters: a name, or a list of {name, weight}.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _stop_may_be_a_string(cls, values: object) -> object:
-        if isinstance(values, dict) and isinstance(values.get("stop"), str):
-            return {**values, "stop": (values["stop"],)}
-        return values
 
     @field_validator("min_tokens")
     @classmethod
