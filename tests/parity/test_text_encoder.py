@@ -69,6 +69,15 @@ def test_embeddings_of_a_batch_equal_those_of_each_text_alone_in_transformers(
     np.testing.assert_allclose(found, np.tile(reference(folder, TEXTS, pooling), (3, 1)), atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("variant", ["encoder", "decoder"])
+def test_embeddings_equal_those_of_sentence_transformers_itself(checkpoint_of: Checkpoints, variant: str) -> None:
+    """Where that package is installed; it is no dependency."""
+    package = pytest.importorskip("sentence_transformers")
+    folder = checkpoint_of("text_encoder", variant)
+    expected = package.SentenceTransformer(str(folder), device="cpu").encode(list(TEXTS))
+    np.testing.assert_allclose(embed(folder, TextBatch(TEXTS)), expected, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("pooling", ["cls", "max", "mean_sqrt_len", "weightedmean"])
 def test_every_pooling_of_the_layout_is_computed(checkpoint_of: Checkpoints, tmp_path: Path, pooling: str) -> None:
     folder = tmp_path / "model"
