@@ -201,7 +201,7 @@ def test_a_window_that_is_read_wrongly_is_found_however_long_it_is(
 def test_an_engine_that_applies_another_window_is_found(place: type, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "mask" if place is sdpa._Chunk else "single_mask"
     plain = getattr(place, name)
-    monkeypatch.setattr(place, name, lambda self, window: plain(self, None if window is None else window + 1))
+    monkeypatch.setattr(place, name, lambda self, window, *more: plain(self, window and window + 1, *more))
     with pytest.raises(UnsupportedModelError, match="would attend to other keys"):
         CausalLM(make_model("Gemma3TextConfig", sliding_window=64, sliding_window_pattern=2))
 

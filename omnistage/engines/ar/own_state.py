@@ -43,6 +43,7 @@ class SequenceRunner(Runner, Generic[Own]):
     def __init__(self, *args: Any, **options: Any) -> None:
         self._states: dict[str, OwnProgress[Own]] = {}
         super().__init__(*args, **options)
+        avoid_attention_plans(self.component.device)
 
     def remove(self, key: str) -> None:
         super().remove(key)
@@ -77,10 +78,6 @@ class SequenceRunner(Runner, Generic[Own]):
 
 class OwnStateRunner(SequenceRunner[OwnSequence]):
     """A prompt is computed whole, however it is cut: many recurrent layers cannot go on with several tokens."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        avoid_attention_plans(self.component.device)
 
     def _forward(self, batch: Sequence[ScheduledSequence]) -> StepTensors:
         for item in batch:
