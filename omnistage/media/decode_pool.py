@@ -32,24 +32,10 @@ from omnistage.core.errors import (
     OverloadedError,
     ShutdownError,
 )
+from omnistage.media import decode_protocol as protocol
 from omnistage.media.budget import ItemBytes
 from omnistage.media.context import current_owner
 from omnistage.media.decode_process import DecodeProcess, ProcessEndedError
-from omnistage.media.decode_protocol import (
-    Answer,
-    AudioAnswer,
-    AudioJob,
-    DefectAnswer,
-    ErrorAnswer,
-    ImageAnswer,
-    ImageJob,
-    Job,
-    MemoryAnswer,
-    SizeAnswer,
-    Task,
-    VideoAnswer,
-    VideoJob,
-)
 from omnistage.media.limits import MIB, MediaKind, MediaLimits
 
 _WALL_FACTOR, _WALL_SECONDS = 4.0, 30.0
@@ -93,13 +79,13 @@ class DecodePool:
 
     def decode_image(self, data: bytes, limits: MediaLimits, item: ItemBytes) -> Image.Image:
         """As `decode_image_bytes` does."""
-        return self._decode(ImageJob(), data, limits, item, partial(_read_image, limits.max_image_pixels))
+        return self._decode(protocol.ImageJob(), data, limits, item, partial(_read_image, limits.max_image_pixels))
 
     def decode_audio(self, data: bytes, limits: MediaLimits, target_rate: int | None, item: ItemBytes) -> AudioClip:
         """As `decode_audio_bytes` does."""
-        return self._decode(AudioJob(target_rate=target_rate), data, limits, item, _read_audio)
+        return self._decode(protocol.AudioJob(target_rate=target_rate), data, limits, item, _read_audio)
 
-    def decode_video(self, data: bytes, limits: MediaLimits, job: VideoJob, item: ItemBytes) -> VideoClip:
+    def decode_video(self, data: bytes, limits: MediaLimits, job: protocol.VideoJob, item: ItemBytes) -> VideoClip:
         """As `decode_video_bytes` does."""
         return self._decode(job, data, limits, item, _read_video)
 
@@ -132,11 +118,11 @@ class DecodePool:
 
     def _decode(
         self,
-        job: Job,
+        job: protocol.Job,
         data: bytes,
         limits: MediaLimits,
         item: ItemBytes,
-        collect: Callable[[Answer, DecodeProcess], _Result],
+        collect: Callable[[protocol.Answer, DecodeProcess], _Result],
     ) -> _Result:
         """Decode an item with the memory that is reserved for it, and again with more where it needs that.
 
@@ -147,7 +133,7 @@ class DecodePool:
             memory = min(memory, FREE_MEMORY)
         for _ in range(_MAX_TRIES):
             bounds = limits.model_copy(update={"max_decode_memory": memory})
-            task = Task(size=len(data), limits=bounds, job=job, max_decoded=max_decoded)
+            task = protocol.Task(size=len(data), limits=bounds, job=job, max_decoded=max_decoded)
             try:
                 result = self._run(task, data, collect)
             except _NotBegunError:
@@ -158,15 +144,15 @@ class DecodePool:
                     raise _too_large(job.kind, before) from None
                 item.reserve(memory)
                 continue
-            if not isinstance(result, SizeAnswer):
+            if not isinstance(result, protocol.SizeAnswer):
                 return result
             item.need(result.nbytes)
             max_decoded, memory = result.nbytes, min(memory + 3 * result.nbytes, limits.max_decode_memory)
         raise OverloadedError("the processes that decode media end before they begin; send the request again")
 
     def _run(
-        self, task: Task, data: bytes, collect: Callable[[Answer, DecodeProcess], _Result]
-    ) -> _Result | SizeAnswer:
+        self, task: protocol.Task, data: bytes, collect: Callable[[protocol.Answer, DecodeProcess], _Result]
+    ) -> _Result | protocol.SizeAnswer:
         """Have a process decode an item, or say how large it is."""
         cancellation, job, limits = current_cancellation(), task.job, task.limits
         cpu_seconds = limits.decode_seconds(job.kind)
@@ -178,7 +164,7 @@ class DecodePool:
                         task, data, wall_seconds if remaining is None else min(wall_seconds, remaining)
                     )
                     _raise_failure(answer, job.kind)
-                    result = answer if isinstance(answer, SizeAnswer) else collect(answer, process)
+                    result = answer if isinstance(answer, protocol.SizeAnswer) else collect(answer, process)
             except TimeoutError:
                 cancellation.check()
                 raise _too_slow(job.kind, cpu_seconds) from None
@@ -308,9 +294,9 @@ class _AnsweredError(Exception):
         return self._errors.pop()
 
 
-def _read_image(max_pixels: int, answer: Answer, process: DecodeProcess) -> Image.Image:
+def _read_image(max_pixels: int, answer: protocol.Answer, process: DecodeProcess) -> Image.Image:
     """In strips, so that a large one is not there twice."""
-    if not isinstance(answer, ImageAnswer) or answer.width * answer.height > max_pixels:
+    if not isinstance(answer, protocol.ImageAnswer) or answer.width * answer.height > max_pixels:
         raise ProcessEndedError(0)
     width, height = answer.width, answer.height
     rows = max(_STRIP_BYTES // (3 * width), 1)
@@ -324,14 +310,14 @@ def _read_image(max_pixels: int, answer: Answer, process: DecodeProcess) -> Imag
     return image
 
 
-def _read_audio(answer: Answer, process: DecodeProcess) -> AudioClip:
-    if not isinstance(answer, AudioAnswer):
+def _read_audio(answer: protocol.Answer, process: DecodeProcess) -> AudioClip:
+    if not isinstance(answer, protocol.AudioAnswer):
         raise ProcessEndedError(0)
     return AudioClip(np.frombuffer(process.read(4 * answer.samples), np.float32), answer.rate)
 
 
-def _read_video(answer: Answer, process: DecodeProcess) -> VideoClip:
-    if not isinstance(answer, VideoAnswer):
+def _read_video(answer: protocol.Answer, process: DecodeProcess) -> VideoClip:
+    if not isinstance(answer, protocol.VideoAnswer):
         raise ProcessEndedError(0)
     shape = (answer.frames, answer.height, answer.width, 3)
     frames = np.frombuffer(process.read(math.prod(shape)), np.uint8).reshape(shape)
@@ -339,12 +325,12 @@ def _read_video(answer: Answer, process: DecodeProcess) -> VideoClip:
     return VideoClip(frames, answer.fps, answer.seconds, audio)
 
 
-def _raise_failure(answer: Answer, kind: MediaKind) -> None:
-    if isinstance(answer, ErrorAnswer):
+def _raise_failure(answer: protocol.Answer, kind: MediaKind) -> None:
+    if isinstance(answer, protocol.ErrorAnswer):
         raise _AnsweredError(_ERRORS[answer.error](answer.message, param=answer.param))
-    if isinstance(answer, MemoryAnswer):
+    if isinstance(answer, protocol.MemoryAnswer):
         raise _MemoryNeededError
-    if isinstance(answer, DefectAnswer):
+    if isinstance(answer, protocol.DefectAnswer):
         _log.error("decoding a %s failed with %s\n%s", kind, answer.error, answer.frames)
         raise RuntimeError(f"decoding failed with {answer.error}")
 

@@ -12,15 +12,7 @@ from contextlib import ExitStack
 
 from pydantic import ValidationError
 
-from omnistage.media.decode_protocol import (
-    ANSWERS,
-    MAX_LINE_BYTES,
-    Answer,
-    Task,
-    memory_file,
-    read_all,
-    write_all,
-)
+from omnistage.media import decode_protocol as protocol
 from omnistage.media.limits import MIB
 
 MAX_ITEMS = 5_000
@@ -46,7 +38,10 @@ class DecodeProcess:
     def __init__(self) -> None:
         self._items = 0
         with ExitStack() as ends, ExitStack() as files:
-            self._input, self._output = files.enter_context(memory_file()), files.enter_context(memory_file())
+            self._input, self._output = (
+                files.enter_context(protocol.memory_file()),
+                files.enter_context(protocol.memory_file()),
+            )
             shared = (self._input.fileno(), self._output.fileno())
             task_end, self._tasks = os.pipe()
             ends.callback(os.close, task_end)
@@ -73,7 +68,7 @@ class DecodeProcess:
         """Whether it can decode another item."""
         return self._process.poll() is None and self._items < MAX_ITEMS
 
-    def decode(self, task: Task, data: bytes, seconds: float) -> Answer:
+    def decode(self, task: protocol.Task, data: bytes, seconds: float) -> protocol.Answer:
         """What the process answers; what it decoded is read by `read`, then `release` gives back its memory.
 
         Raises `ProcessEndedError` where it ended, `TimeoutError` where there is no answer within `seconds`; it can only
@@ -82,7 +77,7 @@ class DecodeProcess:
         self._items += 1
         try:
             self._input.seek(0)
-            write_all(self._input, memoryview(data))
+            protocol.write_all(self._input, memoryview(data))
             os.write(self._tasks, task.model_dump_json().encode() + b"\n")  # far less than a pipe holds
         except BrokenPipeError:
             raise ProcessEndedError(self._process.wait(), began=False) from None
@@ -91,7 +86,7 @@ class DecodeProcess:
             raise ProcessEndedError(self._process.wait(), began=not self._is_unread())
         self._output.seek(0)
         try:
-            return ANSWERS.validate_json(line)
+            return protocol.ANSWERS.validate_json(line)
         except ValidationError:  # whatever wrote this is not our code any longer
             self.kill()
             raise ProcessEndedError(0) from None
@@ -114,8 +109,8 @@ class DecodeProcess:
         while not line.endswith(b"\n"):
             if not poll.poll(max(end - time.monotonic(), 0.0) * 1000):
                 raise TimeoutError
-            piece = os.read(self._answers, MAX_LINE_BYTES)
-            if not piece or len(line) + len(piece) > MAX_LINE_BYTES:
+            piece = os.read(self._answers, protocol.MAX_LINE_BYTES)
+            if not piece or len(line) + len(piece) > protocol.MAX_LINE_BYTES:
                 self.kill()
                 return b""
             line += piece
@@ -127,7 +122,7 @@ class DecodeProcess:
         if nbytes > os.fstat(self._output.fileno()).st_size - self._output.tell():  # before memory is taken for it
             raise ProcessEndedError(0)
         buffer = bytearray(nbytes)
-        if not read_all(self._output, memoryview(buffer)):
+        if not protocol.read_all(self._output, memoryview(buffer)):
             raise ProcessEndedError(0)
         return buffer
 

@@ -24,23 +24,8 @@ from PIL import Image, ImageFile
 
 from omnistage.core.clips import AudioClip
 from omnistage.core.errors import OmniError
+from omnistage.media import decode_protocol as protocol
 from omnistage.media.audio import decode_audio_bytes
-from omnistage.media.decode_protocol import (
-    Answer,
-    AudioAnswer,
-    AudioJob,
-    Decoded,
-    DefectAnswer,
-    ErrorAnswer,
-    ImageAnswer,
-    ImageJob,
-    MemoryAnswer,
-    SizeAnswer,
-    Task,
-    VideoAnswer,
-    read_all,
-    write_all,
-)
 from omnistage.media.image import decode_image_bytes
 from omnistage.media.video import decode_video_bytes
 
@@ -59,7 +44,7 @@ def main(arguments: list[str]) -> None:
     _end_with_parent(tasks.fileno())
     base = _address_space()
     while line := tasks.readline():
-        task = Task.model_validate_json(line)
+        task = protocol.Task.model_validate_json(line)
         _limit_item(task, base)
         answers.write(_answer(task, source, target).model_dump_json().encode() + b"\n")
         answers.flush()
@@ -89,7 +74,7 @@ def _end_with_parent(descriptor: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _limit_item(task: Task, base: int | None) -> None:
+def _limit_item(task: protocol.Task, base: int | None) -> None:
     """What the next item may use; time and memory of those before it are not its own."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     seconds = usage.ru_utime + usage.ru_stime + task.limits.decode_seconds(task.job.kind)
@@ -120,57 +105,63 @@ class _TooLargeError(Exception):
         self.nbytes = nbytes
 
 
-def _answer(task: Task, source: FileIO, target: FileIO) -> Answer:
+def _answer(task: protocol.Task, source: FileIO, target: FileIO) -> protocol.Answer:
     """Decode an item into the output file."""
     try:
         data = bytearray(task.size)
         source.seek(0)
-        if not read_all(source, memoryview(data)):
+        if not protocol.read_all(source, memoryview(data)):
             raise EOFError("the input file is shorter than its item")
         target.seek(0)
         return _decode(task, bytes(data), target)
     except OmniError as error:
-        return ErrorAnswer(error=type(error).__name__, message=error.message, param=error.param)
+        return protocol.ErrorAnswer(error=type(error).__name__, message=error.message, param=error.param)
     except _TooLargeError as error:
-        return SizeAnswer(nbytes=error.nbytes)
+        return protocol.SizeAnswer(nbytes=error.nbytes)
     except MemoryError:
-        return MemoryAnswer()
+        return protocol.MemoryAnswer()
     except Exception as error:  # the boundary of the process: whatever a library raises ends this item only
         if isinstance(error, OSError) and error.errno == errno.EFBIG:  # of the output file
-            return MemoryAnswer()
-        return DefectAnswer(error=type(error).__name__, frames="".join(traceback.format_tb(error.__traceback__)))
+            return protocol.MemoryAnswer()
+        return protocol.DefectAnswer(
+            error=type(error).__name__, frames="".join(traceback.format_tb(error.__traceback__))
+        )
 
 
-def _decode(task: Task, data: bytes, target: FileIO) -> Decoded:
+def _decode(task: protocol.Task, data: bytes, target: FileIO) -> protocol.Decoded:
     job, limits = task.job, task.limits
 
     def need(nbytes: int) -> None:
         if task.max_decoded is not None and nbytes > task.max_decoded:
             raise _TooLargeError(nbytes)
 
-    if isinstance(job, ImageJob):
+    if isinstance(job, protocol.ImageJob):
         return _write_image(decode_image_bytes(data, limits, need, copy=False), target)
-    if isinstance(job, AudioJob):
+    if isinstance(job, protocol.AudioJob):
         return _write_audio(decode_audio_bytes(data, limits, job.target_rate, need), target)
     clip = decode_video_bytes(data, limits, job, need)
     frames, height, width, _ = clip.frames.shape
-    write_all(target, np.ascontiguousarray(clip.frames).data.cast("B"))
+    protocol.write_all(target, np.ascontiguousarray(clip.frames).data.cast("B"))
     audio = None if clip.audio is None else _write_audio(clip.audio, target)
-    return VideoAnswer(frames=frames, width=width, height=height, fps=clip.fps, seconds=clip.seconds, audio=audio)
+    return protocol.VideoAnswer(
+        frames=frames, width=width, height=height, fps=clip.fps, seconds=clip.seconds, audio=audio
+    )
 
 
-def _write_image(image: Image.Image, target: FileIO) -> ImageAnswer:
+def _write_image(image: Image.Image, target: FileIO) -> protocol.ImageAnswer:
     """As PPM, which is a short header and then the pixels: Pillow writes it to the file without another copy."""
     try:
         image.save(target, "PPM")
     except OSError:  # over the limit on the file's size
         raise MemoryError from None
-    return ImageAnswer(width=image.width, height=image.height, offset=target.tell() - 3 * image.width * image.height)
+    return protocol.ImageAnswer(
+        width=image.width, height=image.height, offset=target.tell() - 3 * image.width * image.height
+    )
 
 
-def _write_audio(clip: AudioClip, target: FileIO) -> AudioAnswer:
-    write_all(target, np.ascontiguousarray(clip.samples).data.cast("B"))
-    return AudioAnswer(samples=len(clip.samples), rate=clip.sample_rate)
+def _write_audio(clip: AudioClip, target: FileIO) -> protocol.AudioAnswer:
+    protocol.write_all(target, np.ascontiguousarray(clip.samples).data.cast("B"))
+    return protocol.AudioAnswer(samples=len(clip.samples), rate=clip.sample_rate)
 
 
 if __name__ == "__main__":

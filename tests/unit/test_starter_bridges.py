@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from omnistage_starter.bridges import (
     BRIDGES,
     SIZE,
-    SPOKEN,
     SUBJECT,
     TEXT_ROWS,
+    VERBATIM,
     condition_of,
     hear2think,
     think2draw,
@@ -121,7 +121,7 @@ def test_other_answers_and_chunks_are_ignored() -> None:
 
 def test_a_text_that_came_with_the_prompt_is_spoken_instead_of_the_answer() -> None:
     said = torch.tensor(list("Grüße an alle. Bis bald".encode()), dtype=torch.uint8)
-    pieces = fold(think2speak, written(["nonsense. More", " of it"], prompt=ARInput((1,), context={SPOKEN: said})))
+    pieces = fold(think2speak, written(["nonsense. More", " of it"], prompt=ARInput((1,), context={VERBATIM: said})))
     assert [piece.text for piece in pieces] == ["Grüße an alle.", "Bis bald"]
     assert isinstance(pieces[-1], ModuleInput)
     assert pieces[-1].final

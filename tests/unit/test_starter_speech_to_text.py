@@ -20,7 +20,7 @@ pytest.importorskip("onnx", reason="the tiny networks are written with the packa
 pytest.importorskip("onnxruntime", reason="speech recognition runs on ONNX Runtime")
 
 from omnistage_starter import tiny_speech_to_text
-from omnistage_starter.bridges import SPOKEN
+from omnistage_starter.bridges import VERBATIM
 from omnistage_starter.hear import MAX_IMAGES, MAX_READ_ALOUD_CHARACTERS, READ_ALOUD
 from omnistage_starter.speech_to_text import MAX_SECONDS, SAMPLE_RATE, SpeechToText, loop_start, split
 from omnistage_starter.tiny_speech_to_text import WORDS, write_speech_to_text
@@ -440,4 +440,4 @@ def test_text_to_read_aloud_is_limited_and_gives_audio_only(
         return
     harness.stage.submit(request)
     [prompt] = prompts(harness.stage.drain()).values()
-    assert bytes(prompt.context[SPOKEN].tolist()).decode() == "x" * length
+    assert bytes(prompt.context[VERBATIM].tolist()).decode() == "x" * length

@@ -17,6 +17,7 @@ from omnistage.engines.ar.attention.window_check import check_windows
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.recurrent import make_recurrent
 from omnistage.hf import transformers
+from omnistage.models import loading
 from omnistage.models.causal_lm.embedding import model_embedding
 from omnistage.models.causal_lm.head import ModelHead, model_head
 from omnistage.models.causal_lm.own_cache import OwnCacheLM
@@ -25,22 +26,6 @@ from omnistage.models.causal_lm.probe import Expected, attention_calls, check_lo
 from omnistage.models.causal_lm.processor import load_tokenizer
 from omnistage.models.causal_lm.recurrent import find_recurrent
 from omnistage.models.decoder import DecoderComponent
-from omnistage.models.loading import (
-    Checkpoint,
-    check_complete,
-    check_repeats,
-    check_size,
-    check_sizes,
-    end_token_ids,
-    kv_shape,
-    max_sequence_length,
-    on_device,
-    positive,
-    read_auto_config,
-    read_generation_config,
-    read_weights,
-    straight_to,
-)
 from omnistage.models.prequantised import check_quantisation
 
 if TYPE_CHECKING:
@@ -61,10 +46,10 @@ class CausalLM(DecoderComponent):
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
         config = model.config.get_text_config()
-        vocab_size, max_length = positive(config, "vocab_size"), max_sequence_length(config)
+        vocab_size, max_length = loading.positive(config, "vocab_size"), loading.max_sequence_length(config)
         recurrent = find_recurrent(model, vocab_size)
         if not recurrent:
-            kv_shape(config)  # a config that is no transformer's is refused before it is run
+            loading.kv_shape(config)  # a config that is no transformer's is refused before it is run
         planned = model.device.type == "meta"  # there are no numbers to compare
         expected = None if planned else stock_logits(model, vocab_size, cached=bool(recurrent))
         self._recurrent = [make_recurrent(module, states) for module, states in recurrent]
@@ -90,7 +75,7 @@ class CausalLM(DecoderComponent):
         if recurrent:  # of the others, none with a scale of the decoder's own is known
             self._embedding = model_embedding(decoder, self._embedding)
         self.tokenizer = tokenizer
-        self.eos_token_ids = end_token_ids(model.generation_config, config, tokenizer)
+        self.eos_token_ids = loading.end_token_ids(model.generation_config, config, tokenizer)
         if expected is not None:
             check_windows(calls)
             self._check_same(expected)
@@ -166,40 +151,40 @@ def read_model(context: LoadContext, auto: Any = None) -> tuple[PreTrainedModel,
         return _skeleton(folder, None, auto).to(context.dtype), None
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder} has no safetensors weights; convert the model first")
-    generation = read_generation_config(folder)
+    generation = loading.read_generation_config(folder)
     options: dict[str, Any] = {
         "dtype": context.dtype,
         "ignore_mismatched_sizes": True,  # so that we can name them
         "output_loading_info": True,
-        **straight_to(context.device),
+        **loading.straight_to(context.device),
     }
-    checkpoint = Checkpoint(folder)
+    checkpoint = loading.Checkpoint(folder)
     skeleton = _skeleton(folder, checkpoint, auto)
     try:
-        straight = straight_to(context.device) and not check_quantisation(skeleton.config)
+        straight = loading.straight_to(context.device) and not check_quantisation(skeleton.config)
         if straight or checkpoint.is_quantised:
-            tensors = read_weights(context)
+            tensors = loading.read_weights(context)
             model, info = type(skeleton).from_pretrained(None, config=skeleton.config, state_dict=tensors, **options)
         else:
             options |= {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
             model, info = auto.from_pretrained(folder, **options)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"transformers cannot load {folder}: {error}") from error
-    check_complete(type(model).__name__, info)
+    loading.check_complete(type(model).__name__, info)
     if generation is not None:
         model.generation_config = generation
-    return on_device(model, context.device), load_tokenizer(folder)
+    return loading.on_device(model, context.device), load_tokenizer(folder)
 
 
-def _skeleton(folder: Path, weights: Checkpoint | None, auto: Any) -> PreTrainedModel:
+def _skeleton(folder: Path, weights: loading.Checkpoint | None, auto: Any) -> PreTrainedModel:
     """The model without weights; with those of its checkpoint, a config that asks for far more is found out here."""
-    config = read_auto_config(folder)
-    check_repeats(config.to_dict(), 0 if weights is None else len(list(weights.names())))
+    config = loading.read_auto_config(folder)
+    loading.check_repeats(config.to_dict(), 0 if weights is None else len(list(weights.names())))
     try:
         with torch.device("meta"):
             skeleton: PreTrainedModel = auto.from_config(config, trust_remote_code=False)
     except (ImportError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError) as error:
-        check_sizes(config)
+        loading.check_sizes(config)
         reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
         raise UnsupportedModelError(
             f"transformers {transformers.__version__} cannot make the {config.model_type} that config.json describes "
@@ -207,5 +192,5 @@ def _skeleton(folder: Path, weights: Checkpoint | None, auto: Any) -> PreTrained
         ) from error
     if weights is not None:
         # Up to sixteen quantised numbers lie packed in one.
-        check_size(skeleton, weights.num_elements() * (16 if check_quantisation(config) else 1))
+        loading.check_size(skeleton, weights.num_elements() * (16 if check_quantisation(config) else 1))
     return skeleton
