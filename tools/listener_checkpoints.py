@@ -31,7 +31,12 @@ def _save(model: Any, folder: Path, start: int, ids: dict[str, int], factor: flo
             parameter.data.mul_(factor)
     special = [token for name, token in ids.items() if name != "</s>"]
     model.generation_config = transformers.GenerationConfig(
-        **_ends(ids), decoder_start_token_id=start, max_new_tokens=20, min_new_tokens=6, suppress_tokens=special
+        **_ends(ids),
+        decoder_start_token_id=start,
+        max_new_tokens=20,
+        min_new_tokens=6,
+        suppress_tokens=special,
+        exponential_decay_length_penalty=(8, 2.0),
     )
     model.save_pretrained(folder)
 

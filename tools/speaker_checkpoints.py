@@ -314,6 +314,8 @@ def seamless(folder: Path, model_type: str, *, hears: bool = False) -> None:
     settings.t2u_lang_code_to_id = {code: 40 + place for code, place in numbered.items()}
     settings.vocoder_lang_code_to_id = numbered
     settings.suppress_tokens = [0, 1, 2, *codes.values()]
+    if hears:
+        settings.exponential_decay_length_penalty = (12, 2.0)  # random weights find no end by themselves
     if second:
         settings.id_to_text = {str(place): token for token, place in tokenizer.get_vocab().items()}
         settings.char_to_id = dict(tokenizer.get_vocab())

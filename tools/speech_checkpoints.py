@@ -185,7 +185,11 @@ def _generated(model: Any, folder: Path, factor: float = 3.0) -> None:
         if parameter.dim() > 1:
             parameter.data.mul_(factor)
     model.generation_config = transformers.GenerationConfig(
-        **_ENDS, max_length=24, min_length=8, suppress_tokens=[_ENDS["pad_token_id"], _ENDS["bos_token_id"]]
+        **_ENDS,
+        max_length=24,
+        min_length=8,
+        suppress_tokens=[_ENDS["pad_token_id"], _ENDS["bos_token_id"]],
+        exponential_decay_length_penalty=(10, 2.0),  # random weights find no end by themselves
     )
     model.save_pretrained(folder)
 

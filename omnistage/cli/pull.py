@@ -126,9 +126,9 @@ def _print_part(state: str, part: BundlePart) -> None:
 
 
 def _check(bundle: Bundle) -> None:
-    result = bundle.check()
-    for note in result.notes:
-        out().print(f"  {note}", markup=False, soft_wrap=True)
+    result, console = bundle.check(), out()
+    for note in result.notes:  # a terminal would break them within words
+        console.print(f"  {note}", markup=False, soft_wrap=not console.is_terminal)
     if result.problems:
         raise CheckpointError("; ".join(result.problems))
-    out().print(f"{bundle.name}: all files are intact", markup=False)
+    console.print(f"{bundle.name}: all files are intact", markup=False)

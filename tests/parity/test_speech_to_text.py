@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +14,11 @@ import pytest
 import torch
 
 from omnistage.core.clips import AudioClip
-from omnistage.core.errors import OmniError
+from omnistage.core.errors import OmniError, UnclearSpeechError
 from omnistage.core.transcripts import TranscriptionOptions
 from omnistage.core.types import SpeechPrompt
 from omnistage.hf import transformers
+from omnistage.models.speech_to_text import losses
 from omnistage.models.speech_to_text.tiny import WINDOW_SECONDS
 from omnistage.models.speech_to_text.words import split_words
 from omnistage.omni import AsyncOmni, Omni
@@ -84,7 +89,7 @@ def test_clips_at_once_have_the_text_and_the_times_of_each_alone_in_transformers
     assert len(set(texts)) > 1  # or all of this would compare nothing
 
 
-@pytest.mark.parametrize("seconds", [3.0, 9.3])
+@pytest.mark.parametrize("seconds", [1.8, 9.3])
 def test_times_of_words_are_those_of_their_tokens_in_generate(
     whisper: Omni, checkpoint_of: Checkpoints, seconds: float
 ) -> None:
@@ -154,10 +159,56 @@ def test_languages_and_translation_are_those_of_generate(
 
 
 def test_a_prompt_changes_the_text_as_in_generate(whisper: Omni, reference: tuple[Any, Any]) -> None:
-    ids = reference[0].get_prompt_ids("river birds", return_tensors="pt")
-    output = whisper.generate(SpeechPrompt(sound(2.0), Options(prompt="river birds")))[0]
+    ids = reference[0].get_prompt_ids("a word", return_tensors="pt")
+    output = whisper.generate(SpeechPrompt(sound(2.0), Options(prompt="a word")))[0]
     assert output.text == generate(reference, sound(2.0), prompt_ids=ids)[0]
     assert output.text != generate(reference, sound(2.0))[0]
+
+
+def checkpoint_with(folder: Path, copy: Path, **settings: Any) -> Path:
+    """The same weights with other settings of `generate`."""
+    shutil.copytree(folder, copy)
+    path = copy / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    return copy
+
+
+def test_a_text_without_an_end_is_an_error_of_its_clip_alone(checkpoint_of: Checkpoints, tmp_path: Path) -> None:
+    """As where a model repeats itself: the tokens that a window holds are used up."""
+    folder = checkpoint_with(
+        checkpoint_of("speech_to_text", "whisper"), tmp_path / "m", exponential_decay_length_penalty=None
+    )
+    model = transformers.WhisperForConditionalGeneration.from_pretrained(folder).eval()
+    processor, clips = transformers.AutoProcessor.from_pretrained(folder), [sound(seconds) for seconds in SHORT]
+    end, ended = model.generation_config.eos_token_id, []
+    for clip in clips:
+        features = processor.feature_extractor(clip.samples, sampling_rate=RATE, return_tensors="pt")
+        segments = model.generate(features.input_features, task="transcribe", return_segments=True)["segments"][0]
+        ended.append(all(int(one["result"][-1]) == end for one in segments))
+    with Omni(folder, progress=False) as omni:
+        outputs = omni.generate([SpeechPrompt(clip) for clip in clips], progress=False)
+        omni.orchestrator.check_idle()
+    assert [output.error is None for output in outputs] == ended
+    assert not all(ended)
+    for output in outputs:
+        assert output.error is None or re.search(r"finds no end within the \d+ tokens", str(output.error))
+
+
+def test_a_window_without_words_is_an_error_unless_nobody_speaks(
+    checkpoint_of: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint_of("speech_to_text", "whisper")
+    end = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    folder = checkpoint_with(folder, tmp_path / "m", begin_suppress_tokens=None, sequence_bias=[[[end], 1000.0]])
+    spoken, silent = sound(9.3), AudioClip(np.zeros(9 * RATE, dtype=np.float32), RATE)
+    with Omni(folder, progress=False) as omni:
+        outputs = omni.generate([SpeechPrompt(spoken), SpeechPrompt(silent)], progress=False)
+        assert isinstance(outputs[0].error, UnclearSpeechError)
+        assert "from 0.0 s on the model gives no words" in str(outputs[0].error)
+        assert outputs[1].error is None
+        assert outputs[1].text == ""
+        monkeypatch.setattr(losses, "_SPEECH_BELOW", 0.0)  # as a model that takes all of it for silence
+        assert omni.generate(SpeechPrompt(spoken))[0].text == ""
 
 
 @pytest.mark.parametrize("seconds", [3.0, 13.0])

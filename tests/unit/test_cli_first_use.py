@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given
@@ -36,6 +37,20 @@ def test_no_arguments_show_the_five_things_that_people_do():
     assert len(_FIRST_STEPS) == 5
     assert all(command in shown for command, _ in _FIRST_STEPS)
     assert "omnistage --help" in shown
+
+
+def test_what_pull_check_found_is_not_broken_within_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
+    note = "A small diffusion transformer, trained for Omnistage: text to image: in the package, 20 MB"
+    for terminal, lines in ((True, 2), (False, 1)):
+        console = Console(file=io.StringIO(), width=80, force_terminal=terminal, color_system=None)
+        bundle = SimpleNamespace(name="b", check=lambda: SimpleNamespace(notes=[note], problems=[]))
+        module = sys.modules["omnistage.cli.pull"]  # the package has the command by this name
+        monkeypatch.setattr(module, "_bundle", lambda name, bundle=bundle: bundle)
+        monkeypatch.setattr(module, "out", lambda console=console: console)
+        run("pull", "b", "--check")
+        printed = console.file.getvalue().splitlines()[:-1]
+        assert len(printed) == lines
+        assert " ".join(line.strip() for line in printed) == note
 
 
 COMMANDS = (

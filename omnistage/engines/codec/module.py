@@ -52,7 +52,8 @@ class Partial:
     chunk: ModuleChunk
 
 
-JobResult = ModuleChunk | Partial | Unfinished
+JobResult = ModuleChunk | Partial | Unfinished | OmniError
+"""An error ends the job's request alone."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -292,7 +293,7 @@ class ModuleStage(BatchedStage[ModulePayload, CodecParams]):
             _check_result(result)
         return results
 
-    def _emit(self, request_id: str, result: JobResult | OmniError) -> list[StageChunk]:
+    def _emit(self, request_id: str, result: JobResult) -> list[StageChunk]:
         if isinstance(result, OmniError):
             return [self._fail(request_id, result)]
         if isinstance(result, Unfinished | Partial):
@@ -335,5 +336,5 @@ def _check_result(result: JobResult) -> None:
             raise StageError("the module returned samples that are not finite")
     elif isinstance(result, Partial):
         _check_result(result.chunk)
-    elif not isinstance(result, ModuleOutput | Transcript | Unfinished):
+    elif not isinstance(result, ModuleOutput | Transcript | Unfinished | OmniError):
         raise StageError(f"the module returned a {type(result).__name__}; it must return AudioChunk or ModuleOutput")

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from omnistage.core.errors import UnclearSpeechError
 from omnistage.core.transcripts import Transcript, TranscriptionOptions
 from omnistage.engines.codec.module import Job
+from omnistage.models.speech_to_text.losses import Written, has_ended, unfinished
 from omnistage.models.speech_to_text.processor import SAMPLE_RATE
 from omnistage.models.speech_to_text.recognizer import SequenceRecognizer, clip_of
 
@@ -54,19 +56,23 @@ class CohereRecognizer(SequenceRecognizer):
         language = options.language or _ENGLISH
         return dict(self.processor(audio=list(clips), language=language, sampling_rate=SAMPLE_RATE))
 
-    def transcribe(self, clips: Sequence[np.ndarray], options: TranscriptionOptions, **hooks: Any) -> list[Transcript]:
+    def transcribe(self, clips: Sequence[np.ndarray], options: TranscriptionOptions, **hooks: Any) -> list[Written]:
         inputs = self.to_device(self.inputs(clips, options))
         parts = inputs.pop("audio_chunk_index")
         rows = self.model.generate(**inputs, **hooks)
         language = options.language or _ENGLISH
         texts = self.processor.decode(rows, skip_special_tokens=True, audio_chunk_index=parts, language=language)
         tokens: list[list[int]] = [[] for _ in clips]
+        errors: dict[int, UnclearSpeechError] = {}
         for (clip, _), row in zip(parts, rows.tolist(), strict=True):
             tokens[clip] += row
-        return [
+            if not has_ended(row, self.model.generation_config):
+                errors[clip] = unfinished(len(row))
+        transcripts = [
             Transcript(token_ids=tuple(ids), whole=text, seconds=len(clip) / SAMPLE_RATE, language=language)
             for clip, ids, text in zip(clips, tokens, texts, strict=True)
         ]
+        return [errors.get(place, transcript) for place, transcript in enumerate(transcripts)]
 
 
 class SeamlessRecognizer(SequenceRecognizer):

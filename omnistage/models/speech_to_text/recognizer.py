@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from omnistage.core.errors import InternalError, InvalidRequestError
+from omnistage.core.errors import InternalError, InvalidRequestError, UnclearSpeechError
 from omnistage.core.params import CodecParams
 from omnistage.core.transcripts import Transcript, TranscriptionOptions, TranscriptSegment, TranscriptWord
 from omnistage.core.types import RequestInfo, SpeechInput
@@ -19,6 +19,7 @@ from omnistage.engines.codec.module import UNFINISHED, Job, JobResult, ModuleCom
 from omnistage.hf import transformers
 from omnistage.models.paused import PausedCall
 from omnistage.models.speech_to_text.features import EarlyFeatures
+from omnistage.models.speech_to_text.losses import WindowLoss, Written, has_ended, unfinished, window_frames
 from omnistage.models.speech_to_text.processor import SAMPLE_RATE
 from omnistage.models.speech_to_text.words import split_words
 
@@ -40,7 +41,7 @@ class _Batch:
     """Clips that are transcribed together."""
 
     request_ids: tuple[str, ...]
-    call: PausedCall[list[Transcript]]
+    call: PausedCall[list[Written]]
     active: set[str]
     """Those of them whose requests have not ended."""
     alone: bool
@@ -75,7 +76,7 @@ class Recognizer(ModuleComponent):
         self._waiting_alone: set[str] = set()
 
     @abstractmethod
-    def transcribe(self, clips: Sequence[np.ndarray], options: TranscriptionOptions, **hooks: Any) -> list[Transcript]:
+    def transcribe(self, clips: Sequence[np.ndarray], options: TranscriptionOptions, **hooks: Any) -> list[Written]:
         """All of it, with `hooks` for the model's `generate`."""
 
     def group(self, job: Job) -> Hashable:
@@ -120,7 +121,7 @@ class Recognizer(ModuleComponent):
         clips, options = [clip_of(job) for job in jobs], clip_of(jobs[0]).options
         live = _LiveText()
 
-        def call(paused: PausedCall[list[Transcript]]) -> list[Transcript]:
+        def call(paused: PausedCall[list[Written]]) -> list[Written]:
             watch = _Watch(paused, self._live_callback(live) if options.stream else None)
             hooks = {"stopping_criteria": transformers.StoppingCriteriaList([watch])}
             with torch.inference_mode():
@@ -171,6 +172,8 @@ class Recognizer(ModuleComponent):
             return Partial(Transcript(delta, ids))
         del self._batches[request_id]
         whole = batch.call.result[batch.request_ids.index(request_id)]
+        if isinstance(whole, UnclearSpeechError):
+            return whole
         rest = (whole.whole or "").strip()
         sent_text = live.emitted.lstrip()
         new = rest.removeprefix(sent_text) if rest.startswith(sent_text) else ""
@@ -221,6 +224,7 @@ class WhisperRecognizer(Recognizer):
     def __init__(self, model: Any, processor: Any, device: torch.device) -> None:
         super().__init__(model, processor, device)
         self._early = EarlyFeatures(self._extract)
+        self._loss_of = WindowLoss(model, processor.feature_extractor, self.text_tokens, self.decode)
 
     def group(self, job: Job) -> Hashable:
         """Called once for each clip, as soon as it is there. Features of long ones would fill the memory meanwhile."""
@@ -271,14 +275,14 @@ class WhisperRecognizer(Recognizer):
             return tokens
         return tokens[: pairs[-1]]
 
-    def transcribe(self, clips: Sequence[np.ndarray], options: TranscriptionOptions, **hooks: Any) -> list[Transcript]:
+    def transcribe(self, clips: Sequence[np.ndarray], options: TranscriptionOptions, **hooks: Any) -> list[Written]:
         features, mask = self._features(clips)
         settings: dict[str, Any] = dict(hooks)
         languages = [options.language or ""] * len(clips)
         config = self.model.generation_config
         if getattr(config, "is_multilingual", False):
             if options.language is None:  # as `generate` does it; done here, it is known
-                tokens = self.model.detect_language(features[..., : self._window])
+                tokens = self.model.detect_language(features[..., : window_frames(self.model)])
                 languages = [name.strip("<|>") for name in self.processor.tokenizer.convert_ids_to_tokens(tokens)]
             settings |= {"language": languages, "task": "translate" if options.translate else "transcribe"}
         if options.prompt:
@@ -296,18 +300,11 @@ class WhisperRecognizer(Recognizer):
         finally:
             if options.words:
                 self.model.set_attn_implementation(attention)
+        rows = zip(clips, features, output["sequences"], output["segments"], languages, strict=True)
         return [
-            self._transcript(samples, ids, segments, language)
-            for samples, ids, segments, language in zip(
-                clips, output["sequences"], output["segments"], languages, strict=True
-            )
+            self._loss_of(samples, row, segments) or self._transcript(samples, ids, segments, language)
+            for samples, row, ids, segments, language in rows
         ]
-
-    @property
-    def _window(self) -> int:
-        encoder = self.model.model.encoder
-        frames: int = encoder.conv1.stride[0] * encoder.conv2.stride[0] * self.model.config.max_source_positions
-        return frames
 
     def _extract(self, clip: np.ndarray) -> Any:
         options = {"sampling_rate": SAMPLE_RATE, "return_tensors": "pt", "return_attention_mask": True}
@@ -368,7 +365,7 @@ class SequenceRecognizer(Recognizer):
     def to_device(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return place(inputs, self.device, self.model.dtype)
 
-    def transcribe(self, clips: Sequence[np.ndarray], options: TranscriptionOptions, **hooks: Any) -> list[Transcript]:
+    def transcribe(self, clips: Sequence[np.ndarray], options: TranscriptionOptions, **hooks: Any) -> list[Written]:
         inputs = self.to_device(self.inputs(clips, options))
         if isinstance(self.model, transformers.GenerationMixin):
             inputs |= hooks
@@ -376,15 +373,27 @@ class SequenceRecognizer(Recognizer):
         rows, language = getattr(output, "sequences", output), self.language(options)
         texts = [self.processor.batch_decode(row[None], skip_special_tokens=True)[0] for row in rows]
         return [
-            Transcript(token_ids=tuple(row.tolist()), whole=text, seconds=len(clip) / SAMPLE_RATE, language=language)
+            self.written(row.tolist(), Transcript(whole=text, seconds=len(clip) / SAMPLE_RATE, language=language))
             for clip, row, text in zip(clips, rows, texts, strict=True)
         ]
 
+    def written(self, ids: Sequence[int], transcript: Transcript) -> Written:
+        """The transcript with its tokens, unless the model stopped before their end."""
+        if not has_ended(ids, self.model.generation_config):
+            return unfinished(len(ids))
+        return replace(transcript, token_ids=tuple(ids))
+
 
 class TransducerRecognizer(SequenceRecognizer):
-    """Its `generate` keeps what it knows of the encoder's output on the model itself: one batch at a time."""
+    """Its `generate` keeps what it knows of the encoder's output on the model itself: one batch at a time.
+
+    It goes through all frames, and has no end of its own.
+    """
 
     max_calls = 1
+
+    def written(self, ids: Sequence[int], transcript: Transcript) -> Written:
+        return replace(transcript, token_ids=tuple(ids))
 
 
 class CTCRecognizer(ModuleComponent):

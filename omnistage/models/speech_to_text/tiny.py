@@ -55,6 +55,10 @@ def _write_whisper(folder: Path) -> None:
     model = transformers.WhisperForConditionalGeneration(config)
     for parameter in model.model.decoder.parameters():  # or every clip would have the same text
         parameter.data.mul_(4.0)
+    for layer in model.model.decoder.layers:
+        for part, factor in (("q_proj", 4.0), ("k_proj", 4.0), ("v_proj", 4.0), ("out_proj", 16.0)):
+            getattr(layer.encoder_attn, part).weight.data.mul_(factor)
+    model.model.decoder.embed_tokens.weight.data[end].normal_(std=0.1)  # zeros, as it pads too: never the likeliest
     settings = {
         **ends,
         "is_multilingual": True,
@@ -68,6 +72,7 @@ def _write_whisper(folder: Path) -> None:
         "max_initial_timestamp_index": 50,
         "return_timestamps": False,
         "max_length": 48,
+        "exponential_decay_length_penalty": [16, 1.5],  # random weights find no end by themselves
     }
     model.generation_config = transformers.GenerationConfig(**settings)
     extractor = transformers.WhisperFeatureExtractor(chunk_length=WINDOW_SECONDS)
