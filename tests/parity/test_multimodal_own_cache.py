@@ -42,7 +42,8 @@ PROCESSES = ("deployment.placement.head.stages=[thinker]", "deployment.placement
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write("gemma3", tmp_path_factory.mktemp("gemma3"))
+    """With a window longer than its prompts: each token takes memory."""
+    return write("gemma3", tmp_path_factory.mktemp("gemma3"), text_config={"sliding_window": 64})
 
 
 @pytest.fixture(scope="module")
