@@ -239,7 +239,9 @@ class StageGroup:
                 call.error = message.error
                 call.answered.set()
         elif isinstance(message, Beat):
-            worker.stats, worker.steps = message.stats, message.steps
+            with self._lock:
+                if not worker.lost:
+                    worker.stats, worker.steps = message.stats, message.steps
             if message.overdue is not None:
                 self._replicas.give_up(worker, f"stage {message.overdue!r} has been in one step for too long")
         elif isinstance(message, Ready):
@@ -283,6 +285,7 @@ class StageGroup:
                 self._lost_stats[stage] = _sum([self._lost_stats.get(stage, StageStats()), past], held=True)
             for stage, steps in worker.steps.items():
                 self._lost_steps[stage] = _sum_steps([steps, self._lost_steps.get(stage)])
+            worker.stats, worker.steps = {}, {}  # counted above from now on
         for call in calls:
             call.lost = True
             call.answered.set()
@@ -340,12 +343,14 @@ class StageGroup:
     def stats(self, stage: str, *, holding: bool) -> StageStats:
         """The sum over the processes, as they last said. Without requests nothing can be in the stage."""
         with self._lock:
-            each = [self._lost_stats.get(stage), *(worker.stats.get(stage) for worker in self._replicas.workers())]
+            workers = self._replicas.counted_workers()
+            each = [self._lost_stats.get(stage), *(worker.stats.get(stage) for worker in workers)]
         return _sum([stats for stats in each if stats is not None], held=holding)
 
     def step_seconds(self, stage: str) -> StepSeconds:
         with self._lock:
-            each = [self._lost_steps.get(stage), *(worker.steps.get(stage) for worker in self._replicas.workers())]
+            workers = self._replicas.counted_workers()
+            each = [self._lost_steps.get(stage), *(worker.steps.get(stage) for worker in workers)]
         return _sum_steps(each)
 
     def close(self, stage: str) -> None:

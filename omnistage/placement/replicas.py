@@ -94,6 +94,7 @@ class Replicas:
         self._make_fork_server = fork_server
         self._host, self._release = host, release
         self._changed = threading.Condition()  # guards the replicas
+        self._leaving: list[Worker] = []
         self._closing = False
         self._hosts: list[Host] = []
         """Processes that wait for what they are to do."""
@@ -195,6 +196,11 @@ class Replicas:
         with self._changed:
             return [replica.worker for replica in self._replicas if replica.worker is not None]
 
+    def counted_workers(self) -> list[Worker]:
+        """Those and the ones that are lost, until the group has taken over what they had counted."""
+        with self._changed:
+            return [*self.workers(), *self._leaving]
+
     def state(self) -> StageState:
         """Of the group as a whole, which is up while one process is."""
         with self._changed:
@@ -227,6 +233,7 @@ class Replicas:
             if lost_before or replica is None:  # or it was being started: whoever does that finds it lost
                 return
             replica.worker = None
+            self._leaving.append(worker)
             closing = self._closing
             if not closing:
                 replica.failures += 1
@@ -237,6 +244,8 @@ class Replicas:
         _log.error("process %d of group %s is lost: %s", replica.number, self._name, why)
         self._on_changed()  # first: what ends now is not to be sent here again
         self._on_lost(worker, why)
+        with self._changed:
+            self._leaving.remove(worker)
 
     def _schedule(self, replica: _Replica) -> None:
         """With `_changed` held: when to start it again, if at all."""

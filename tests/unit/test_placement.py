@@ -383,11 +383,31 @@ def test_what_a_lost_process_had_counted_still_counts(voices: PlacedPipeline) ->
     stats, steps = talker.stats(), talker.step_seconds()
     voices.signal(0)
     voices.signal(1)
-    eventually(lambda: voices.group._lost_stats != {} and not voices.group._replicas.workers())
+    eventually(lambda: voices.group._lost_stats != {} and not voices.group._replicas.counted_workers())
     assert talker.stats().steps >= stats.steps
     assert sum(talker.step_seconds().counts) >= sum(steps.counts)
     assert talker.step_seconds().total >= steps.total
     assert talker.stats().capacity == 0  # that is what it had at the moment
+    eventually(voices.all_up)
+
+
+def test_counts_do_not_fall_while_a_process_is_lost(voices: PlacedPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    voices.submit("r", 20).wait()
+    talker = voices.group.stages["talker"]
+    eventually(lambda: talker.stats().steps > 0)
+    processes, steps = voices.group._replicas, talker.stats().steps
+    take_over, seen = processes._on_lost, []
+
+    def observed(worker: worker_process.Worker, why: str) -> None:
+        seen.append(talker.stats().steps)  # it is no replica any more, and not counted as lost yet
+        take_over(worker, why)
+        seen.append(talker.stats().steps)
+
+    monkeypatch.setattr(processes, "_on_lost", observed)
+    voices.signal(0)
+    voices.signal(1)
+    eventually(lambda: len(seen) == 4)
+    assert min(seen) >= steps
     eventually(voices.all_up)
 
 
