@@ -202,6 +202,12 @@ def test_a_model_whose_answers_do_not_depend_on_its_pictures_is_refused(
         load(context_of(git))
 
 
+def test_a_model_that_takes_sound_with_every_token_is_refused(tmp_path: Path) -> None:
+    write("kyutai_speech_to_text", tmp_path)
+    with pytest.raises(OmniError, match="takes sound while it answers"):
+        load(context_of(tmp_path))
+
+
 def test_end_tokens_of_the_checkpoint_are_known_after_another_way_was_tried(git: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(git, folder)

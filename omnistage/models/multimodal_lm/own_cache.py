@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 
     from omnistage.models.multimodal_lm.processor import MultimodalProcessor
 
+_WINDOW_ARGUMENT = "audio_window_size"
+"""Of `prepare_inputs_for_generation` where a model takes a window of its sound with every token."""
+
 
 class OwnCacheMultimodalLM(OwnCacheLM):
     """Adapter around `AutoModelForMultimodalLM` and what its `generate` does."""
@@ -53,6 +57,11 @@ class OwnCacheMultimodalLM(OwnCacheLM):
         self.unsupported: dict[Modality, str] = {}
         """Kinds of media that the processor takes and the model does not, with the reason."""
         self.takes_text_alone = True
+        if _WINDOW_ARGUMENT in signature(model.prepare_inputs_for_generation).parameters:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} takes sound while it answers, and ends with it, which is not served; choose a "
+                "speech recognition model that takes the whole clip, like Whisper"
+            )
         super().__init__(model, tokenizer, reason=reason)
         self.spec = replace(self.spec, whole_media=True)
 
