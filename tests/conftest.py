@@ -44,6 +44,19 @@ def pytest_configure(config: pytest.Config) -> None:
     """Give the summary's lines room for the reason of a failure, also where there is no terminal."""
     writer = config.get_terminal_writer()
     writer.fullwidth = max(writer.fullwidth, 200)
+    config.pluginmanager.register(_FailureNames(config), "omnistage-failure-names")
+
+
+class _FailureNames:
+    """Names a failure when it happens: the summary comes at the end, and not where a run is ended before."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._reporter = config.pluginmanager.getplugin("terminalreporter")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and self._reporter is not None:
+            self._reporter.ensure_newline()
+            self._reporter.write_line(f"failed: {report.nodeid}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
