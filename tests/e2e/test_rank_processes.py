@@ -102,7 +102,7 @@ def test_pictures_and_speech_over_ranks_are_those_of_one_process(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("fault", "said"),
-    [(signal.SIGKILL, r"has ended \(signal 9, as when"), (signal.SIGSTOP, "has given no sign of life for 2")],
+    [(signal.SIGKILL, r"has ended \(signal 9, as when"), (signal.SIGSTOP, "has not responded for 2")],
 )
 def test_requests_end_with_a_rank_that_dies_or_hangs_and_the_stage_is_rebuilt(
     omni: Omni, fault: signal.Signals, said: str

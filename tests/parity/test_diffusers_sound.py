@@ -103,6 +103,6 @@ def test_a_rate_that_is_unknown_is_refused() -> None:
     class Silent:
         pass
 
-    with pytest.raises(UnsupportedModelError, match="does not say at which rate"):
+    with pytest.raises(UnsupportedModelError, match="does not state the sample rate"):
         sample_rate_of(Silent())
     assert sound_of(Silent(), 8000) is None

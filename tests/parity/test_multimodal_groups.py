@@ -15,7 +15,7 @@ from omnistage.core.errors import StageError, UnsupportedModelError
 from omnistage.core.messages import ChatMessage, TextPart
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import ARInput, RequestInfo, StageChunk, StageInput, TokenChunk
-from omnistage.engines.ar import whole_prompt_runner
+from omnistage.engines.ar import own_state
 from omnistage.engines.ar.memory import ar_needs
 from omnistage.engines.ar.stage import ARStage
 from omnistage.models.causal_lm import pooled_sequence
@@ -92,7 +92,7 @@ def test_no_attention_is_prepared_for_each_length_of_keys(
 ) -> None:
     """torch's own attention, which the model calls, would prepare itself for each new token on some GPUs."""
     devices: list[torch.device] = []
-    monkeypatch.setattr(whole_prompt_runner, "avoid_attention_plans", devices.append)
+    monkeypatch.setattr(own_state, "avoid_attention_plans", devices.append)
     ARStage("thinker", component, ARBudget(kv_blocks=200, block_size=8))
     assert devices == [component.device]
 

@@ -115,7 +115,7 @@ def test_what_cannot_be_run_says_what_to_change(arguments: tuple[str, ...], says
 def test_options_of_the_other_benchmark_are_not_for_this_one() -> None:
     result = CliRunner().invoke(app, ["bench", "--quick", "serve", "http://x"])
     assert result.exit_code == 2
-    assert "put --out behind it" in result.output
+    assert "put --out after serve" in result.output
 
 
 def test_it_starts_a_service_of_its_own_and_stops_it(tmp_path: Path) -> None:

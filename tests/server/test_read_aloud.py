@@ -86,7 +86,7 @@ def test_sound_comes_in_pieces_while_it_is_made(speaking: Running) -> None:
         ({"voice": "nobody"}, "voice", "there is no voice"),
         ({"input": "a" * 5000}, "input", "send it in parts"),
         ({"input": " "}, "input", "has no text"),
-        ({"ref_text": "What it says."}, "ref_text", "send ref_audio"),
+        ({"ref_text": "What it says."}, "ref_text", "needs ref_audio"),
         ({"ref_audio": "data:audio/wav;base64,UklGRg=="}, "ref_text", "words that are said in the clip"),
         ({"ref_audio": "data:audio/wav;base64,UklGRg==", "ref_text": " "}, "ref_text", "words that are said"),
         ({"ref_audio": "data:audio/wav;base64,UklGRg==", "ref_text": "This."}, "ref_audio", "decode"),
