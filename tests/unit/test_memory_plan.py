@@ -308,8 +308,7 @@ def test_weights_go_straight_to_their_device_and_are_the_same(
     stage = resolved.config.pipeline.stages["thinker"]
     context = LoadContext(resolved.model, "thinker", stage, torch.device("cpu"), torch.float32)
     plain = component.load(context).model.state_dict()
-    for module in (component, loading):
-        monkeypatch.setattr(module, "straight_to", lambda device: {"device_map": {"": device}})
+    monkeypatch.setattr(loading, "straight_to", lambda device: {"device_map": {"": device}})
     reads: list[object] = []
     read = stored._read
     monkeypatch.setattr(stored, "_read", lambda source: reads.append(source) or read(source))

@@ -69,12 +69,12 @@ def test_a_silence_is_counted_less_what_the_threads_have_waited_together(
     waits = {1: 7.0, 2: 3.0}
     monkeypatch.setattr(silence, "processor_waits", lambda _pid: dict(waits))
     process = Silence(5)
-    assert process.unexplained(heard=0.0, silent=1.0) == 1.0
+    assert process.unexplained(last_sign=0.0, silent=1.0) == 1.0
     waits.update({1: 8.5, 2: 3.25, 3: 100.0})  # the third is new
-    assert process.unexplained(heard=0.0, silent=2.5) == 0.75
+    assert process.unexplained(last_sign=0.0, silent=2.5) == 0.75
     waits[1] = 20.0
-    assert process.unexplained(heard=0.0, silent=2.0 * BUSY_FACTOR) == 2.0  # not for ever
-    assert process.unexplained(heard=30.0, silent=2.0) == 2.0  # what was waited before it was heard is past
+    assert process.unexplained(last_sign=0.0, silent=2.0 * BUSY_FACTOR) == 2.0  # not for ever
+    assert process.unexplained(last_sign=30.0, silent=2.0) == 2.0  # what was waited before it was heard is past
 
 
 def test_without_such_counts_the_whole_silence_counts(monkeypatch: pytest.MonkeyPatch) -> None:
