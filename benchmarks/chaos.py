@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 from machine_load import load, processor_seconds
+from side_process import own_memory
 
 from omnistage.core.errors import StageUnavailableError
 from omnistage.core.memory import resident_memory, trim_heap
@@ -163,7 +164,7 @@ def held() -> dict[str, int]:
         "threads": threading.active_count(),
         "objects": len(gc.get_objects()),
         "MiB": (resident_memory() or 0) >> 20,
-        "MiB of its own": _anonymous_memory() >> 20,
+        "MiB of its own": own_memory() >> 20,
     }
 
 
@@ -173,15 +174,6 @@ def _entries(folder: str) -> int:
         return sum(1 for entry in os.scandir(folder) if entry.stat(follow_symlinks=False).st_uid == os.getuid())
     except FileNotFoundError:
         return 0
-
-
-def _anonymous_memory() -> int:
-    """Bytes of this process that are no file's: not the code of libraries, which is read as it is first used."""
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    except FileNotFoundError:
-        return 0
-    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
 async def count_idle(omni: AsyncOmni, when: str) -> None:
