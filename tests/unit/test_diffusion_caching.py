@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -292,7 +291,6 @@ def test_forget_releases_everything(model: str, spec: str) -> None:
         for _ in range(5):
             step(denoiser, keep, cache)
             step(denoiser, drop, cache)
-    gc.collect()
     held = tensors_of(cache._states[drop])
     assert held
     alive = [weakref.ref(tensor) for tensor in held]
@@ -301,13 +299,11 @@ def test_forget_releases_everything(model: str, spec: str) -> None:
     del held
     cache.forget(drop)
     cache.forget(drop)  # nothing to forget is not an error
-    gc.collect()
     assert cache.states == 2
     assert not [ref for ref in alive if ref() is not None]
     assert len(tensors_of(cache._states[keep])) == others
     lane = weakref.ref(drop.latents)
     del drop
-    gc.collect()
     assert lane() is None
     hooks = [m._diffusers_hook.hooks.values() for m in denoiser.transformer.modules() if hasattr(m, "_diffusers_hook")]
     left = [tensors_of(vars(hook).get("state")) for part in hooks for hook in part if "state" in vars(hook)]
