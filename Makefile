@@ -94,7 +94,8 @@ starter-for-tests: $(STAMP)
 	fi
 
 test: $(STAMP) starter-for-tests
-	OMNISTAGE_HOME='$(STARTER_HOME)' PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v -n auto --dist loadfile --no-loadscope-reorder -m "not gpu" --cov --cov-report=term --cov-fail-under=85 --durations=10 $(PYTEST)
+	OMNISTAGE_HOME='$(STARTER_HOME)' PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v -n auto --dist loadfile --no-loadscope-reorder -m "not gpu" -p tools.line_probes_plugin --durations=10 $(PYTEST)
+	$(BIN)/coverage report --fail-under=85
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
