@@ -40,8 +40,12 @@ def instrument(source: bytes | str, path: str) -> CodeType:
 
 
 def first_line(statement: ast.stmt) -> int:
+    return min([statement.lineno, *_decorator_lines(statement)])
+
+
+def _decorator_lines(statement: ast.stmt) -> list[int]:
     decorators: Sequence[ast.expr] = getattr(statement, "decorator_list", ())
-    return min([statement.lineno, *(decorator.lineno for decorator in decorators)])
+    return [decorator.lineno for decorator in decorators]
 
 
 def _probe(line: int, at: ast.stmt | ast.expr | ast.excepthandler) -> ast.stmt:
@@ -65,7 +69,7 @@ class _Probes(ast.NodeTransformer):
         probed: list[ast.stmt] = []
         waiting: list[int] = []  # nothing may stand before an import of the future
         for i, statement in enumerate(block):
-            waiting += sorted({first_line(statement), statement.lineno})
+            waiting += sorted({statement.lineno, *_decorator_lines(statement)})
             text = i == 0 and documented and isinstance(statement, ast.Expr) and _is_text(statement.value)
             if not text and not (isinstance(statement, ast.ImportFrom) and statement.module == "__future__"):
                 probed += [_probe(line, statement) for line in waiting]

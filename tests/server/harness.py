@@ -36,6 +36,8 @@ SERVE_LIMITS = ("limits.media.allow_paths=false",)
 LONG: dict[str, Any] = {"model": "lm", "prompt": "Once", "max_tokens": 1500, "ignore_eos": True}
 SHORT: dict[str, Any] = {"model": "lm", "prompt": "Once", "max_tokens": 4, "temperature": 0}
 SMALL_BODY = 4096
+HANG_SECONDS = 300.0
+"""After them something hangs: what works may take long beside other load, but not so long."""
 
 
 @dataclass
@@ -76,12 +78,13 @@ def serving(service: Service, **options: Any) -> Iterator[Running]:
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(main()), daemon=True)
     thread.start()
-    assert started.wait(30)
+    until(lambda: started.is_set() or not thread.is_alive(), "the start of the server")
+    assert started.is_set()
     try:
         yield Running(service, f"http://127.0.0.1:{listening.getsockname()[1]}", loop, app.state.transport)
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(HANG_SECONDS)
         loop.close()
 
 
@@ -104,7 +107,7 @@ def longest_pause(server: Running, limit: float = 2.0) -> Iterator[None]:
     ticking = asyncio.run_coroutine_threadsafe(tick(), server.loop)
     try:
         yield
-        assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+        assert httpx.get(f"{server.url}/health").status_code == 200
     finally:
         ticking.cancel()
     assert max(pauses) < limit
@@ -131,7 +134,7 @@ def make(family: str, folder: Path, **options: Any) -> Path:
     return folder
 
 
-def until(condition: Callable[[], bool], what: str, timeout: float = 120.0) -> None:
+def until(condition: Callable[[], bool], what: str, timeout: float = HANG_SECONDS) -> None:
     """Wait for a condition of another thread; it fails loudly where it never comes true."""
     pause, give_up = threading.Event(), time.monotonic() + timeout
     while not condition():
@@ -154,7 +157,7 @@ class Held:
         def waiting() -> object:
             if next(steps) >= free:
                 self.waits = True
-                assert self.go.wait(30)
+                assert self.go.wait(HANG_SECONDS)
             return step()
 
         patch.setattr(stage, "step", waiting)

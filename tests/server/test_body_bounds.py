@@ -260,7 +260,7 @@ def guarded(service: Service) -> Iterator[Running]:
 
 def post(server: Running, key: str = "none") -> httpx.Response:
     headers = {"Authorization": f"Bearer {key}"}
-    return httpx.post(f"{server.url}/v1/completions", json=SHORT, headers=headers, timeout=30)
+    return httpx.post(f"{server.url}/v1/completions", json=SHORT, headers=headers)
 
 
 def test_a_key_with_an_unfinished_body_waits_for_its_end(guarded: Running, service: Service) -> None:

@@ -176,7 +176,7 @@ def test_a_text_is_spoken(client: openai.OpenAI, format: str) -> None:
 )
 def test_what_is_wrong_is_named(server: Running, change: dict[str, object], status: int, param: str | None) -> None:
     body = {"model": "lm", "messages": USER, "max_tokens": 4, **change}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=30)
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert error["message"]

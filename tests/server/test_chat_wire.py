@@ -40,7 +40,7 @@ def sound(format: str) -> str:
 
 
 def refused(server: Running, **change: Any) -> Any:
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json={**GIVEN, **change}, timeout=30)
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json={**GIVEN, **change})
     assert answer.status_code == 400, answer.text
     return answer.json()["error"]
 
@@ -121,11 +121,11 @@ def test_what_would_change_the_answer_is_refused_by_name(server: Running, field:
 def test_fields_of_text_are_refused_by_a_model_that_draws(server: Running) -> None:
     body = {"model": "draw", "messages": USER}
     for field, value in (("temperature", 0.5), ("max_completion_tokens", 5), ("stop", "x"), ("seed", 1)):
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json={**body, field: value}, timeout=30)
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json={**body, field: value})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == field
     tool = {"type": "function", "function": {"name": "f"}}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json={**body, "tools": [tool]}, timeout=30)
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json={**body, "tools": [tool]})
     assert answer.json()["error"]["param"] == "tools"
 
 
@@ -208,7 +208,7 @@ def test_json_that_streams_is_json(client: openai.OpenAI) -> None:
 def test_usage_is_null_until_the_end_and_obfuscation_evens_lengths(server: Running) -> None:
     options = {"include_usage": True, "include_obfuscation": True}
     body = {**GIVEN, "stream": True, "stream_options": options}
-    lines = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=30).text.split("\n\n")
+    lines = httpx.post(f"{server.url}/v1/chat/completions", json=body).text.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     *events, last = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
     assert all(event["usage"] is None for event in events)
@@ -216,7 +216,7 @@ def test_usage_is_null_until_the_end_and_obfuscation_evens_lengths(server: Runni
     assert last["usage"]["completion_tokens"] == 6
     assert {len(line.removeprefix("data: ")) % 64 for line in lines[:-3]} == {0}
     assert len({event["obfuscation"] for event in events}) > 1
-    plain = httpx.post(f"{server.url}/v1/chat/completions", json={**GIVEN, "stream": True}, timeout=30).text
+    plain = httpx.post(f"{server.url}/v1/chat/completions", json={**GIVEN, "stream": True}).text
     assert "obfuscation" not in plain
     assert "usage" not in plain
 

@@ -270,7 +270,7 @@ def test_a_file_is_found_by_its_name_alone(models: dict[str, AsyncOmni], tmp_pat
 )
 def test_what_is_wrong_is_named(server: Running, change: dict[str, object], status: int, param: str | None) -> None:
     body = {**SMALL, **fast(), **change}
-    answer = httpx.post(f"{server.url}/v1/images/generations", json=body, timeout=30)
+    answer = httpx.post(f"{server.url}/v1/images/generations", json=body)
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert error["message"]
@@ -293,7 +293,7 @@ def test_wrong_files_are_named(server: Running, files: dict[str, bytes], status:
     sent = [(name, (f"{name}.png", data, "image/png")) for name, data in files.items()]
     # A part without a file name is a plain field: the form is multipart even where no file goes with it.
     fields = [(name, (None, str(value))) for name, value in {**SMALL, **fast()}.items()]
-    answer = httpx.post(f"{server.url}/v1/images/edits", files=[*fields, *sent], timeout=30)
+    answer = httpx.post(f"{server.url}/v1/images/edits", files=[*fields, *sent])
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["param"] == param
 

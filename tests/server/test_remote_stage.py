@@ -179,7 +179,7 @@ def test_a_server_that_is_away_makes_the_stage_unready_until_it_is_back(folder: 
     service.add("lm", omni)
     service.loading = False
     body = {"model": "lm", "prompt": "Once", "max_tokens": 3}
-    with serving(service) as running, httpx.Client(base_url=running.url, timeout=30) as client:
+    with serving(service) as running, httpx.Client(base_url=running.url) as client:
         until(lambda: client.get("/ready").status_code == 503, "unready")
         ready = client.get("/ready").json()
         assert ready["stages"] == [{"model": "lm", "stage": "thinker", "state": "unreachable"}]
@@ -201,7 +201,7 @@ async def _first(omni: AsyncOmni) -> None:
 
 
 def test_the_service_passes_token_ids_on(upstream: Running) -> None:
-    with httpx.Client(base_url=upstream.url, timeout=30) as client:
+    with httpx.Client(base_url=upstream.url) as client:
         body = {"model": "lm", "prompt": "Once", "max_tokens": 4, "temperature": 0, "return_token_ids": True}
         whole = client.post("/v1/completions", json=body).json()["choices"][0]
         assert len(whole["token_ids"]) == 4

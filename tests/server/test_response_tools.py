@@ -86,7 +86,7 @@ def test_calls_and_results_reach_the_model(client: openai.OpenAI) -> None:
     ],
 )
 def test_what_is_wrong_is_named(server: Running, change: dict[str, Any], param: str) -> None:
-    answer = httpx.post(f"{server.url}/v1/responses", json={**GIVEN, **change}, timeout=30)
+    answer = httpx.post(f"{server.url}/v1/responses", json={**GIVEN, **change})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
 

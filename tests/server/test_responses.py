@@ -182,7 +182,7 @@ def test_json_is_json(client: openai.OpenAI) -> None:
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_wrong_is_named(server: Running, change: dict[str, Any], status: int, named: str, stream: bool) -> None:
-    answer = httpx.post(f"{server.url}/v1/responses", json={**GIVEN, **change, "stream": stream}, timeout=30)
+    answer = httpx.post(f"{server.url}/v1/responses", json={**GIVEN, **change, "stream": stream})
     assert answer.status_code == status, answer.text
     assert named in answer.json()["error"]["message"]
 

@@ -73,7 +73,7 @@ def headers(key: str) -> dict[str, str]:
 
 def test_a_timeout_ends_a_request_whose_image_decodes_for_minutes(guarded: Running, pool: DecodePool) -> None:
     body = picture_chat(SLOW_URL, timeout=1)
-    answer = httpx.post(f"{guarded.url}/v1/chat/completions", json=body, headers=headers(KEY), timeout=30)
+    answer = httpx.post(f"{guarded.url}/v1/chat/completions", json=body, headers=headers(KEY))
     assert (answer.status_code, answer.json()["error"]["code"]) == (408, "deadline_exceeded")
     until(lambda: not pool._running, "the end of the decoding")
 
@@ -109,7 +109,7 @@ def test_a_client_that_left_has_its_place_until_the_decoding_has_ended(
 
     def status() -> int:
         url = f"{guarded.url}/v1/chat/completions"
-        return httpx.post(url, json=TEXT, headers=headers(OTHER), timeout=30).status_code
+        return httpx.post(url, json=TEXT, headers=headers(OTHER)).status_code
 
     assert status() == 429
     kill(held[0])
@@ -127,7 +127,7 @@ def test_a_slow_recording_is_ended_with_its_request(guarded: Running, pool: Deco
     until(lambda: len(pool._waiting) == 1, "the start of the decoding")
     form = {"model": "omni", "timeout": "0.3"}
     url = f"{guarded.url}/v1/audio/transcriptions"
-    answer = httpx.post(url, data=form, files={"file": file.getvalue()}, headers=headers(KEY), timeout=30)
+    answer = httpx.post(url, data=form, files={"file": file.getvalue()}, headers=headers(KEY))
     assert answer.status_code == 408
     for connection in slow:
         connection.close()

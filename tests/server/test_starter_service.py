@@ -11,7 +11,6 @@ import io
 import json
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -45,7 +44,7 @@ from omnistage.server.moderation.filters import (
 from omnistage.server.moderation.wordlist import WordList
 from omnistage.server.openai.audio import transcriber
 from omnistage.server.openai.response_models import usage_of
-from tests.server.harness import Running, awaited, serving
+from tests.server.harness import Running, awaited, serving, until
 from tests.server.realtime_client import QUIET, base64_of, said, text_of, until_event
 from tests.server.starter_harness import HEARD, HELLO, SHORT, server, service_of, starter
 
@@ -343,13 +342,6 @@ def slow(starter: AsyncOmni, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowTr
     transcriber.go.set()
 
 
-def eventually(true: Callable[[], bool]) -> bool:
-    until = time.monotonic() + 30
-    while not (last := true()) and time.monotonic() < until:
-        time.sleep(0.02)
-    return last
-
-
 def test_a_transcription_has_a_timeout(server: Running, slow: SlowTranscriber) -> None:
     assert dictate(server, timeout="0.2").status_code == 408
 
@@ -366,7 +358,7 @@ def test_slow_transcriptions_do_not_block_a_chat(server: Running, slow: SlowTran
             assert client.chat.completions.create(**SHORT, messages=HELLO).choices[0].message.content
         slow.go.set()
         assert {one.result().status_code for one in first} == {200}
-    assert eventually(lambda: dictate(server).status_code == 200)
+    until(lambda: dictate(server).status_code == 200, "a transcription")
     # Those that waited until their time was over have left the queue, and nobody listened to them.
     assert slow.heard == 3
 
@@ -374,7 +366,7 @@ def test_slow_transcriptions_do_not_block_a_chat(server: Running, slow: SlowTran
 def test_transcriptions_beyond_the_queue_are_refused(server: Running, slow: SlowTranscriber) -> None:
     with concurrent.futures.ThreadPoolExecutor(8) as many:
         taken = [many.submit(dictate, server) for _ in range(8)]
-        assert eventually(lambda: server.service.transcribe_workers._queued == 8)
+        until(lambda: server.service.transcribe_workers._queued == 8, "the queue of transcriptions")
         refused = dictate(server, data=b"no sound")  # not even decoded
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         assert int(refused.headers["retry-after"]) >= 1
@@ -432,14 +424,14 @@ def test_a_key_is_in_use_until_the_transcription_ends(starter: AsyncOmni, slow: 
                 assert dictate(server, timeout=str(seconds), headers=headers).status_code == 408
                 if slow.begun_within(0):
                     break
-                assert eventually(lambda: response.transcribe_workers._queued == 0)
+                until(lambda: response.transcribe_workers._queued == 0, "the end of the queue")
             else:
                 pytest.fail("no transcription began")
-        assert eventually(lambda: not response.transcribe_workers._awaited)
+        until(lambda: not response.transcribe_workers._awaited, "the end of all waiting")
         assert dictate(server, headers=headers).status_code == 429
         slow.go.set()
-        assert eventually(lambda: dictate(server, headers=headers).status_code == 200)
-        assert eventually(lambda: response.transcribe_workers._queued == 0)
+        until(lambda: dictate(server, headers=headers).status_code == 200, "the end of the first transcription")
+        until(lambda: response.transcribe_workers._queued == 0, "the end of the queue")
 
 
 @pytest.mark.parametrize("seconds", [0.0, 30.0])
@@ -449,7 +441,7 @@ def test_a_stopping_service_lets_transcriptions_finish(
     response = service_of(starter)
     with serving(response) as server, concurrent.futures.ThreadPoolExecutor(4) as many:
         asked = [many.submit(dictate, server) for _ in range(3)]  # two are listened to, one waits
-        assert eventually(lambda: response.transcribe_workers._queued == 3)
+        until(lambda: response.transcribe_workers._queued == 3, "the queue of transcriptions")
         assert slow.begun_within(30)
         response.models = {}  # others use it yet
         stopped = asyncio.run_coroutine_threadsafe(response.drain(seconds), server.loop)

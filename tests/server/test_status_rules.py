@@ -92,7 +92,7 @@ def test_every_endpoint_refuses_too_large_a_body_unread(small: Running, path: st
 
 
 def test_a_connection_is_good_for_more_after_a_refused_body(small: Running) -> None:
-    with httpx.Client(base_url=small.url, timeout=20) as client:
+    with httpx.Client(base_url=small.url) as client:
         for _ in range(3):
             assert client.post("/v1/completions", content=b" " * (SMALL_BODY * 40)).status_code == 413
             assert client.post("/v1/completions", json=SHORT).status_code == 200
@@ -129,7 +129,7 @@ def test_a_broken_body_behind_a_begun_answer_only_ends_the_connection(small: Run
     while connection.recv(65536):
         pass
     connection.close()
-    assert httpx.post(f"{small.url}/v1/completions", json=SHORT, timeout=20).status_code == 200
+    assert httpx.post(f"{small.url}/v1/completions", json=SHORT).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_broken_body_behind_a_begun_answer_only_ends_the_connection(small: Run
     ],
 )
 def test_what_is_not_there_is_said_in_the_same_form(server: Running, method: str, path: str, status: int) -> None:
-    answer = httpx.request(method, f"{server.url}{path}", timeout=20)
+    answer = httpx.request(method, f"{server.url}{path}")
     assert answer.status_code == status
     if status == 405:
         assert answer.headers["Allow"]
@@ -164,16 +164,16 @@ def test_what_is_not_there_is_said_in_the_same_form(server: Running, method: str
 def test_a_service_that_loads_says_what_it_is_doing(service: Service) -> None:
     service.loading = True
     with serving(service) as server:
-        assert httpx.get(f"{server.url}/ready", timeout=20).json() == {"status": "loading"}
+        assert httpx.get(f"{server.url}/ready").json() == {"status": "loading"}
         service.report_loading("chat", "thinker: compiling", 0.6)
-        step = httpx.get(f"{server.url}/ready", timeout=20).json()["step"]
+        step = httpx.get(f"{server.url}/ready").json()["step"]
     assert re.fullmatch(r"chat: thinker: compiling, 60% after \d+ s", step)
 
 
 @pytest.mark.parametrize("state", ["loading", "draining"])
 def test_every_endpoint_says_503_and_when_to_come_again(service: Service, state: str) -> None:
     setattr(service, state, True)
-    with serving(service) as server, httpx.Client(base_url=server.url, timeout=20) as client:
+    with serving(service) as server, httpx.Client(base_url=server.url) as client:
         for path in POSTS:
             answer = client.post(path, json=SHORT)
             assert answer.status_code == 503, path
@@ -184,7 +184,7 @@ def test_every_endpoint_says_503_and_when_to_come_again(service: Service, state:
 def test_every_endpoint_says_401_before_anything_else(models: dict[str, AsyncOmni]) -> None:
     service = Service(keyring=Keyring([Holder("ann", digest_of(KEY))]))
     service.loading = True  # a stranger does not learn of it
-    with serving(service) as server, httpx.Client(base_url=server.url, timeout=20) as client:
+    with serving(service) as server, httpx.Client(base_url=server.url) as client:
         for path in POSTS:
             answer = client.post(path, json={}, headers={"Authorization": "Bearer nonsense"})
             assert (answer.status_code, told(answer)["type"]) == (401, "authentication_error"), path
@@ -193,7 +193,7 @@ def test_every_endpoint_says_401_before_anything_else(models: dict[str, AsyncOmn
 
 @pytest.mark.parametrize("path", POSTS)
 def test_what_does_not_validate_is_400_and_shows_nothing_of_our_insides(server: Running, path: str) -> None:
-    with httpx.Client(base_url=server.url, timeout=20) as client:
+    with httpx.Client(base_url=server.url) as client:
         for answer in (
             client.post(path, json={}),
             client.post(path, json=[]),
@@ -221,11 +221,11 @@ def test_what_does_not_validate_is_400_and_shows_nothing_of_our_insides(server: 
 def test_a_path_names_the_field_and_not_the_types_that_were_tried(
     server: Running, path: str, body: dict[str, Any], param: str
 ) -> None:
-    assert told(httpx.post(f"{server.url}{path}", json=body, timeout=20))["param"] == param
+    assert told(httpx.post(f"{server.url}{path}", json=body))["param"] == param
 
 
 def test_a_query_is_named_too(server: Running) -> None:
-    assert told(httpx.get(f"{server.url}/v1/videos?limit=0", timeout=20))["param"] == "limit"
+    assert told(httpx.get(f"{server.url}/v1/videos?limit=0"))["param"] == "limit"
 
 
 # ------------------------------------------------------------------------------------------------- 408, 429, 499
@@ -252,7 +252,7 @@ def held(models: dict[str, AsyncOmni], monkeypatch: pytest.MonkeyPatch) -> Itera
 def test_a_deadline_is_408_wherever_it_is_given(
     server: Running, held: Held, path: str, body: dict[str, Any], stream: bool
 ) -> None:
-    answer = httpx.post(f"{server.url}{path}", json={**body, "timeout": 0.05, "stream": stream}, timeout=30)
+    answer = httpx.post(f"{server.url}{path}", json={**body, "timeout": 0.05, "stream": stream})
     assert answer.status_code == 408
     assert (told(answer)["code"], told(answer)["param"]) == ("deadline_exceeded", "timeout")
 

@@ -29,7 +29,7 @@ from tests.server.harness import LONG, SHORT, SMALL_BODY, Held, Running, aborted
 @pytest.mark.parametrize("held", [20], indirect=True)
 def test_a_reader_of_a_stream_that_leaves_ends_its_work(server: Running, lm: AsyncOmni, held: Held) -> None:
     before = aborted(lm)
-    with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}, timeout=20) as answer:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}) as answer:
         assert answer.status_code == 200
         lines = answer.iter_lines()  # kept: without it the connection is closed at once
         next(lines)
@@ -98,7 +98,7 @@ def test_a_slow_reader_is_cut_off(service: Service, lm: AsyncOmni, audit: list[d
                 got += piece
         connection.close()
         assert b"[DONE]" not in got
-        assert httpx.post(f"{server.url}/v1/completions", json=SHORT, timeout=20).status_code == 200
+        assert httpx.post(f"{server.url}/v1/completions", json=SHORT).status_code == 200
 
 
 # ---------------------------------------------------------------------------------------------------- too much
@@ -262,7 +262,7 @@ def test_what_fails_is_answered_and_harms_no_other(
     monkeypatch.setattr(lm._requests, "build", failing)
 
     async def both() -> tuple[httpx.Response, list[httpx.Response]]:
-        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=server.url) as client:
             good = [client.post("/v1/completions", json=SHORT) for _ in range(4)]
             bad, *rest = await asyncio.gather(client.post("/v1/completions", json={**SHORT, "prompt": "fail"}), *good)
             return bad, rest

@@ -233,7 +233,7 @@ def test_an_answer_is_json_or_calls(client: openai.OpenAI) -> None:
     ],
 )
 def test_what_is_wrong_is_named(server: Running, change: dict[str, Any], named: str) -> None:
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json={**GIVEN, **change}, timeout=30)
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json={**GIVEN, **change})
     assert answer.status_code == 400, answer.text
     assert named in answer.json()["error"]["message"]
 
@@ -345,15 +345,15 @@ def test_a_strict_function_that_cannot_be_held_to_its_schema_is_refused(server: 
     body = {**GIVEN, "max_tokens": 1}
     for choice in ("auto", "required"):
         given = {**body, "tools": tools(strict=True), "tool_choice": choice}
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json=given, timeout=30)
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=given)
         assert answer.status_code == 400
         error = answer.json()["error"]
         assert error["param"] == "tools"
         assert "parameters of pick, at #/properties/ids: uniqueItems is not supported" in error["message"]
     # Without strict: as far as it can be enforced; and what the model may not call is not enforced at all.
-    assert httpx.post(f"{server.url}/v1/chat/completions", json={**body, "tools": tools()}, timeout=30).is_success
+    assert httpx.post(f"{server.url}/v1/chat/completions", json={**body, "tools": tools()}).is_success
     none = {**body, "tools": tools(strict=True), "tool_choice": "none"}
-    assert httpx.post(f"{server.url}/v1/chat/completions", json=none, timeout=30).is_success
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=none).is_success
 
 
 @pytest.mark.parametrize("tools", [TOOLS, None])
@@ -373,7 +373,7 @@ def test_a_format_that_cannot_be_enforced_is_refused_with_and_without_tools(serv
         },
     }
     for path, param in (("chat/completions", "response_format.json_schema.schema"), ("responses", "text.format")):
-        answer = httpx.post(f"{server.url}/v1/{path}", json=bodies[path], timeout=30)
+        answer = httpx.post(f"{server.url}/v1/{path}", json=bodies[path])
         assert answer.status_code == 400, answer.text
         error = answer.json()["error"]
         assert (error["param"], "at #/properties/ids: uniqueItems " in error["message"]) == (param, True)
@@ -416,7 +416,7 @@ def test_schemas_are_checked_outside_the_event_loop(
         "chat/completions": {**GIVEN, "tools": [nested]},
         "responses": {"model": "lm", "input": "a", "tools": [flat], "max_output_tokens": 1},
     }
-    answer = httpx.post(f"{server.url}/v1/{path}", json=bodies[path], timeout=30)
+    answer = httpx.post(f"{server.url}/v1/{path}", json=bodies[path])
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
     assert in_loop == [False]
 

@@ -226,12 +226,12 @@ def test_what_is_wrong_is_named(
 ) -> None:
     form = {"model": "omni", "stream": stream, **change}
     files = {"file": ("said.wav", data)}
-    answer = httpx.post(f"{server.url}/v1/audio/transcriptions", data=form, files=files, timeout=30)
+    answer = httpx.post(f"{server.url}/v1/audio/transcriptions", data=form, files=files)
     assert answer.status_code == status, answer.text
     assert named in answer.json()["error"]["message"]
 
 
 def test_a_file_that_is_missing_is_named(server: Running) -> None:
-    answer = httpx.post(f"{server.url}/v1/audio/transcriptions", data={"model": "omni"}, timeout=30)
+    answer = httpx.post(f"{server.url}/v1/audio/transcriptions", data={"model": "omni"})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "file"

@@ -355,7 +355,7 @@ def picture() -> bytes:
     ],
 )
 def test_what_is_wrong_is_named(server: Running, change: dict[str, object], status: int, param: str | None) -> None:
-    answer = httpx.post(f"{server.url}/v1/videos", json={**SMALL, **FAST, **change}, timeout=30)
+    answer = httpx.post(f"{server.url}/v1/videos", json={**SMALL, **FAST, **change})
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert param is None or error["param"] == param, error

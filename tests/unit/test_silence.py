@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -36,11 +35,11 @@ def spin(number: int) -> subprocess.Popen[bytes]:
 
 
 @pytest.fixture
-def crowded() -> Iterator[subprocess.Popen[bytes]]:
-    """One of four processes that share a processor."""
+def crowded() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Four processes that share a processor."""
     number = min(os.sched_getaffinity(0))
     processes = [spin(number) for _ in range(4)]
-    yield processes[0]
+    yield processes
     for process in processes:
         process.kill()
         process.wait()
@@ -50,17 +49,23 @@ def crowded() -> Iterator[subprocess.Popen[bytes]]:
 
 @needs_schedstat
 def test_time_that_is_waited_for_a_processor_does_not_count_and_that_of_a_stopped_process_does(
-    crowded: subprocess.Popen[bytes],
+    crowded: list[subprocess.Popen[bytes]],
 ) -> None:
-    def waited(seconds: float) -> float:
-        before = sum(processor_waits(crowded.pid).values())
-        time.sleep(seconds)
-        return sum(processor_waits(crowded.pid).values()) - before
+    first, second, *_ = crowded
 
-    assert waited(1.0) > 0.3
-    os.kill(crowded.pid, signal.SIGSTOP)
-    time.sleep(0.1)
-    assert waited(0.5) < 0.1
+    def waited(process: subprocess.Popen[bytes]) -> float:
+        return sum(processor_waits(process.pid).values())
+
+    def let_wait(process: subprocess.Popen[bytes], seconds: float) -> None:
+        before = waited(process)
+        eventually(lambda: waited(process) > before + seconds)
+
+    let_wait(first, 0.3)
+    os.kill(first.pid, signal.SIGSTOP)
+    os.waitpid(first.pid, os.WUNTRACED)  # it has stopped
+    before = waited(first)
+    let_wait(second, 0.3)
+    assert waited(first) == before
 
 
 def test_a_silence_is_counted_less_what_the_threads_have_waited_together(
