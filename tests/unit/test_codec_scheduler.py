@@ -393,16 +393,35 @@ def test_first_windows_wait_a_moment_for_those_of_listeners_who_came_almost_toge
     assert set(emitted(scheduler.schedule())) == {"b", "c"}
 
 
-@pytest.mark.parametrize(("codes", "waits"), [(2, True), (1, False)])
-def test_a_first_window_waits_for_listeners_whose_codes_come_within_the_moment(codes: int, waits: bool) -> None:
-    """Four codes come in 60 ms: one who lacks as many is waited for, one who lacks five is not."""
+@pytest.mark.parametrize(
+    ("codes", "seconds", "waits"), [(2, 1.5, True), (1, 1.5, False), (5, 1.5, True), (1, 0.0, True)]
+)
+def test_a_first_window_waits_for_listeners_whose_codes_come_within_the_moment(
+    codes: int, seconds: float, waits: bool
+) -> None:
+    """Four codes come in 60 ms: one who lacks as many is waited for, one who lacks five is not. Where a hundred came
+    at once, all are."""
     scheduler = CodecScheduler(LAYOUT, Limits(), clock=lambda: 0.0)
-    scheduler.pace = Pace(free_codes=100, free_seconds=1.5, beside_codes=100, beside_seconds=15.0)
+    scheduler.pace = Pace(free_codes=100, free_seconds=seconds, beside_codes=100, beside_seconds=15.0)
     scheduler.costs.observe(2, 0.1)
     for name, count in (("ready", 6), ("next", codes)):
         scheduler.add(name, None)
         scheduler.extend(name, range(count), final=False)
     assert scheduler.has_work() is not waits
+
+
+@pytest.mark.parametrize(("codes", "final"), [(0, False), (4, True)])
+def test_a_first_window_does_not_wait_for_listeners_without_codes_or_with_all_of_them(codes: int, final: bool) -> None:
+    """Six codes come in 60 ms; the other listener lacks no more, but nothing says that they come."""
+    scheduler = CodecScheduler(LAYOUT, Limits(), clock=lambda: 0.0)
+    scheduler.pace = Pace(free_codes=100, free_seconds=1.0, beside_codes=100, beside_seconds=10.0)
+    scheduler.costs.observe(2, 0.1)
+    scheduler.add("other", None)
+    if codes:
+        scheduler.extend("other", range(codes), final=final)
+    scheduler.add("ready", None)
+    scheduler.extend("ready", range(6), final=False)
+    assert scheduler.has_work()
 
 
 def test_first_sound_does_not_wait_for_long() -> None:
