@@ -157,6 +157,23 @@ class SamplingFields(SamplesText, ExtensionFields):
         return options
 
 
+class DrawingFields(WireModel):
+    """What requests for images and videos share. Each field that is named like a diffusion parameter sets it."""
+
+    prompt: str = Field(min_length=1, max_length=32_000)
+    size: Size | None = Field(default=None, description="WIDTHxHEIGHT, or auto.")
+    # Ours
+    steps: int | None = None
+    guidance: Finite | None = None
+    true_cfg: Finite | None = None
+    negative_prompt: str | None = None
+    seed: int | None = None
+    lora: LoraField = None
+    scheduler: str | None = None
+    priority: int = 0
+    timeout: Finite | None = None
+
+
 def diffusion_params(request: WireModel, size: str | None, **derived: object) -> DiffusionParams:
     """The parameters that a request for images or videos sets: its fields of the same names, and its size."""
     names = DiffusionParams.model_fields.keys() & type(request).model_fields.keys()
