@@ -120,7 +120,7 @@ class CodecScheduler:
         now = self._scheduled_at = self._clock()
         empty = tuple(r.request_id for r in self._requests.values() if r.empty)
         ready = [(r, s) for r in self._requests.values() if (s := self._next(r)) is not None]
-        ready.sort(key=lambda pair: self._rank(pair[0], now))
+        ready.sort(key=lambda pair: self._rank(pair[0]))
         free = self._limits.max_running - self.running
         batch = _Batch(self, now, self._latest_starts())
         started = list(empty)
@@ -277,7 +277,7 @@ class CodecScheduler:
         patience = 0.0 if request.streaming else len(request.codes) * self._layout.code_seconds
         return request.first_code + FIRST_SOUND_SECONDS + patience
 
-    def _rank(self, request: CodecRequest, now: float) -> tuple[int, float, int]:
+    def _rank(self, request: CodecRequest) -> tuple[int, float, int]:
         level, number = self._turns.rank(request.turn)
         return level, self.due(request), number
 
