@@ -52,10 +52,6 @@ class Scheme(ABC):
         """Whether it has products for linear layers of this size."""
         return True
 
-    def fits_experts(self, inputs: int) -> bool:
-        """Whether experts with so many inputs can be stored."""
-        return True
-
     def weight_bytes(self, inputs: int, outputs: int) -> int:
         """Bytes of a weight with its scales."""
         return inputs * outputs + 4 * outputs
@@ -162,9 +158,6 @@ class Int4(_Torchao):
     steps = 15
 
     def fits(self, inputs: int, outputs: int) -> bool:
-        return inputs % self.group_size == 0
-
-    def fits_experts(self, inputs: int) -> bool:
         return inputs % self.group_size == 0
 
     def pack(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:

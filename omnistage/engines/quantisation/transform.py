@@ -197,7 +197,7 @@ def _fits(layer: nn.Module, scheme: Scheme) -> bool:
     """Whether the scheme has products for weights of this size."""
     if isinstance(layer, nn.Linear):
         return scheme.fits(layer.in_features, layer.out_features)
-    return all(map(scheme.fits_experts, expert_inputs(layer)))
+    return scheme.by_row or all(inputs % scheme.group_size == 0 for inputs in expert_inputs(layer))
 
 
 class _PlannedLinear(nn.Module):
