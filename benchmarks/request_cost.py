@@ -47,7 +47,8 @@ from omnistage.engines.ar.runner import Runner
 init, launch, read = Runner.__init__, Runner.launch, Runner.read
 busy_until, done = 0.0, {{}}
 def init_without_layers(self, component, *args, **options):
-    options.pop("torchscript", None)  # programs of the layers, which would run in place of the device
+    if "torchscript" in options:
+        options["torchscript"] = False  # programs of the layers would run in place of the device
     init(self, component, *args, **options)
     component.forward = lambda embeds, positions, paged: embeds
 def launch_on_device(self, output):

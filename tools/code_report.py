@@ -28,6 +28,7 @@ LAYERS: dict[str, int] = {
     "core": 0,
     "compat": 10,
     "media": 11,
+    "quantisation": 11,
     "config": 12,
     "engines": 20,
     "models": 30,

@@ -17,6 +17,7 @@ import typer
 
 from omnistage.cli.common import EXIT_INTERRUPTED, err, print_interrupted, print_note, spinner
 from omnistage.core.errors import InvalidRequestError
+from omnistage.quantisation.schemes import NAMES_IN_WORDS
 
 if TYPE_CHECKING:
     from omnistage.config import ResolvedConfig
@@ -106,8 +107,7 @@ class ModelOptions:
 
     quantize: str | None = option(
         None,
-        "int8, int4, int8_dynamic or float8: quantised weights in all stages that the scheme suits; short for their "
-        "quantize.",
+        f"{NAMES_IN_WORDS}: quantised weights in all stages that the scheme suits; short for their quantize.",
         metavar="SCHEME",
     )
 

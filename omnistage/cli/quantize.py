@@ -17,6 +17,7 @@ from rich.table import Table
 from omnistage.cli.common import Report, err, out, progress_bar
 from omnistage.cli.options import ModelOptions, option
 from omnistage.core.errors import CheckpointError, ConfigError, InternalError, InvalidRequestError
+from omnistage.quantisation.schemes import NAMES_IN_WORDS
 
 if TYPE_CHECKING:
     from omnistage.bench.fidelity import Observation
@@ -48,7 +49,7 @@ def quantize(
     gates: GateOptions,
     options: ModelOptions,
     out_folder: Annotated[Path, typer.Option("--out", metavar="DIR", help="The new checkpoint's folder.")],
-    scheme: Annotated[str, typer.Option(metavar="SCHEME", help="int8, int4, int8_dynamic or float8.")],
+    scheme: Annotated[str, typer.Option(metavar="SCHEME", help=f"{NAMES_IN_WORDS}.")],
 ) -> None:
     """Quantise a checkpoint, measure it against the original on the same prompts, and write it if it passes the gate.
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from omnistage.config.scalars import ConfigModel
 from omnistage.core.validation import short_repr
+from omnistage.quantisation.schemes import SCHEMES, Scheme
 
 RECIPE_FILE = "quantisation.json"
 """Of a quantised checkpoint: what is quantised in which stage."""
-Scheme = Literal["int8", "int4", "int8_dynamic", "float8"]
+if TYPE_CHECKING:
+    SchemeName = str
+else:
+    SchemeName = Literal[tuple(SCHEMES)]
 
 
 def _check_pattern(pattern: str) -> str:
@@ -29,9 +33,8 @@ Pattern = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_ch
 class QuantizeConfig(ConfigModel):
     """Which weights of a stage are quantised, and how. A scheme alone (`quantize: int8`) takes the defaults."""
 
-    scheme: Scheme = Field(
-        description="int8 and int4: weights only; int8_dynamic: weights and activations, on the CPU; float8: weights "
-        "and activations by row, on GPUs of compute capability 8.9 and higher."
+    scheme: SchemeName = Field(
+        description="; ".join(f"{name}: {scheme.summary}" for name, scheme in SCHEMES.items()) + "."
     )
     exclude: tuple[Pattern, ...] = Field(
         default=(), max_length=1000, description="Modules that stay in full precision: regular expressions of names."
@@ -48,6 +51,10 @@ class QuantizeConfig(ConfigModel):
     required: bool = Field(
         default=True, description="Refuse a stage that has nothing to quantise; `--quantize` leaves such stages alone."
     )
+
+    @property
+    def method(self) -> Scheme:
+        return SCHEMES[self.scheme](self.group_size)
 
 
 def _from_scheme(value: Any) -> Any:

@@ -17,7 +17,7 @@ from omnistage.config.graph import check_names, check_placement, graph_of
 from omnistage.config.layers import Layers
 from omnistage.config.located import DEFAULT, LocatedConfigError, Source, Sources, dotted, nearest_source
 from omnistage.config.problems import to_config_error
-from omnistage.config.quantize import RECIPE_FILE, Scheme
+from omnistage.config.quantize import RECIPE_FILE, SchemeName
 from omnistage.config.scalars import ConfigModel, DeviceName, Size, format_size
 from omnistage.config.schema import OmniConfig
 from omnistage.config.yamlio import load_file
@@ -39,7 +39,7 @@ class OmniEngineArgs(ConfigModel):
     device: DeviceName | None = Field(default=None, description="Short for deployment.device.")
     dtype: DTypeName | None = Field(default=None, description="Short for deployment.dtype.")
     gpu_memory: Size | None = Field(default=None, description="Short for deployment.gpu_memory.")
-    quantize: Scheme | None = Field(
+    quantize: SchemeName | None = Field(
         default=None, description="Scheme of quantised weights, for all stages that it suits."
     )
     ray: str | None = Field(
@@ -177,7 +177,7 @@ def _add_recipe(layers: Layers, folder: Path) -> None:
         layers.set(("pipeline", "stages", name, "quantize"), recipe, Source(RECIPE_FILE))
 
 
-def _quantise_all(layers: Layers, scheme: Scheme) -> None:
+def _quantise_all(layers: Layers, scheme: SchemeName) -> None:
     """The scheme for all stages that may have weights for it, unless the configuration says more of one."""
     for name, stage in layers.section("pipeline", "stages").items():
         if not isinstance(stage, dict) or stage.get("engine") not in ("autoregressive", "diffusion"):

@@ -316,7 +316,9 @@ class ChatProcessor:
         """Raise where there is no template (`source`), or there are more messages than fit."""
         if not source:
             raise InvalidRequestError("this model has no chat template; use generate() with a plain prompt")
-        self._prompts.limits.check_messages(len(messages), self._message_tokens)
+        limits, count = self._prompts.limits, len(messages)
+        if count * self._message_tokens > limits.max_tokens:  # they need not be rendered to be refused
+            raise limits.too_long(f"{count} messages")
 
     def has_variable(self, name: str) -> bool:
         return self._template.has_variable(name)

@@ -45,15 +45,6 @@ class TextLimits:
         if chars > self.max_chars:
             raise self.too_long(f"{chars} characters")
 
-    def check_messages(self, messages: int, tokens_each: int = 1) -> None:
-        """Each is rendered as a token at least: more of them need not be rendered to be refused."""
-        if messages * tokens_each > self.max_tokens:
-            raise self.too_long(f"{messages} messages")
-
-    def check_literals(self, literals: int) -> None:
-        if literals > self.max_tokens:
-            raise self.too_long(f"more than {self.max_tokens} spellings of special tokens")
-
     def too_long(self, size: str) -> PromptTooLongError:
         return PromptTooLongError(
             f"has {size}, and the model holds {self.max_tokens} tokens; shorten it", param="prompt"
@@ -81,7 +72,8 @@ class GuardedText:
 
         def set_aside(match: re.Match[str]) -> str:
             self.literals.append(match.group())
-            self.limits.check_literals(len(self.literals))
+            if len(self.literals) > self.limits.max_tokens:
+                raise self.limits.too_long(f"more than {self.limits.max_tokens} spellings of special tokens")
             return f"{_OPEN}{len(self.literals) - 1}{_CLOSE}"
 
         return self.pattern.sub(set_aside, text)

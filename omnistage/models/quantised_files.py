@@ -1,6 +1,6 @@
 """Quantised checkpoints: safetensors in which quantised weights lie as integers or float8, with their scales.
 
-`X.weight` becomes `X.weight.values` and `X.weight.scale`, for int4 `X.weight.minimum` besides. Reading gives the
+`X.weight` becomes `X.weight.values` and `X.weight.scale`, for int4 also `X.weight.minimum`. Reading gives the
 numbers that they stand for, and the stage's transform rounds these to the same values again. `quantisation.json` at the
 top of the folder says which layers of which stage, so that the folder is served like any other.
 """
@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 
 from omnistage.config.quantize import RECIPE_FILE, QuantizeConfig
 from omnistage.core.errors import CheckpointError
-from omnistage.engines.quantisation.numbers import MINIMUM, SCALE, VALUES, pack, pack_turned, unpack
+from omnistage.quantisation.numbers import pack, pack_turned, unpack
+from omnistage.quantisation.schemes import MINIMUM, SCALE, VALUES, Scheme
 
 _MARKED_ROWS = 16
 _EXPERT = "expert"
@@ -101,12 +102,13 @@ def write_quantised(
                 owners.setdefault(mark, []).append((stage, layer))
     targets = {(stage, layer) for stage, names in layers.items() for layer in names}
     missing = set(targets)
+    schemes = {stage: config.method for stage, config in configs.items()}
     for number, path in enumerate(files):
         copy = target / path.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
         progress(f"writing {path.name}", number / len(files))
         if path.suffix == ".safetensors":
-            missing -= _write_file(path, copy, targets, configs, owners)
+            missing -= _write_file(path, copy, targets, schemes, owners)
         elif path.name.endswith(".safetensors.index.json"):
             continue  # of the names that were; each file says what it holds
         elif path.suffix not in (".bin", ".pth", ".ckpt", ".gguf"):  # a family may keep voices in a .pt
@@ -133,7 +135,7 @@ def _write_file(
     path: Path,
     copy: Path,
     targets: set[tuple[str, str]],
-    configs: Mapping[str, QuantizeConfig],
+    schemes: Mapping[str, Scheme],
     owners: Mapping[Mark, list[tuple[str, str]]],
 ) -> set[tuple[str, str]]:
     """One file; the layers whose weights it has."""
@@ -156,12 +158,12 @@ def _write_file(
                 # One expert's weights are not called as the layer that has all of them.
                 own = list(dict.fromkeys(alike)) if expert and _all_experts(alike) else _best_named(name, alike)
             # Where numbers and names leave it open which layer it is of, full precision is right for all of them.
-            config = configs[own[0][0]] if own and targets.issuperset(own) else None
-            if config is None or (turned and config.scheme == "int4"):
+            scheme = schemes[own[0][0]] if own and targets.issuperset(own) else None
+            if scheme is None or (turned and not scheme.by_row):
                 tensors[name] = tensor
                 continue
             written_layers.update(own)
-            for end, part in (pack_turned if turned else pack)(tensor, config).items():
+            for end, part in (pack_turned if turned else pack)(tensor, scheme).items():
                 tensors[f"{name}{end}"] = part.contiguous()
     save_file(tensors, copy, metadata=metadata)
     shutil.copymode(path, copy)

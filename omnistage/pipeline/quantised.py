@@ -23,11 +23,9 @@ def make_quantiser(
     """What quantises a stage while it is loaded; raises where its device cannot run the scheme."""
     if not isinstance(stage_cfg, ARStageConfig | DiffusionStageConfig) or stage_cfg.quantize is None:
         return None
-    from omnistage.engines.quantisation.transform import check_scheme
-
     if model.hf_config.get("quantization_config") is not None:
         raise ConfigError("the weights of this model are quantised already; leave quantize out", param="quantize")
-    check_scheme(stage_cfg.quantize, *place(name, stage_cfg, deployment), name)
+    stage_cfg.quantize.method.check(*place(name, stage_cfg, deployment), f"{name}.quantize")
     return _quantiser(model, stage_cfg, registry)
 
 
@@ -38,10 +36,10 @@ def load_quantised(
     stage_cfg = context.stage
     if not isinstance(stage_cfg, ARStageConfig | DiffusionStageConfig) or stage_cfg.quantize is None:
         return factory(context)
-    from omnistage.engines.quantisation.transform import check_scheme, quantising
+    from omnistage.engines.quantisation.transform import quantising
 
     if quantiser is None:
-        check_scheme(stage_cfg.quantize, context.device, context.dtype, context.stage_name)
+        stage_cfg.quantize.method.check(context.device, context.dtype, f"{context.stage_name}.quantize")
         quantiser = _quantiser(context.model, stage_cfg, registry)
     quantiser.layers.clear()
     if context.device.type == "cpu":

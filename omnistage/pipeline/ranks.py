@@ -195,14 +195,14 @@ class Ranks:
 
     def _watch(self) -> None:
         """Until the end: end a rank that does not respond, which then is a rank that has ended."""
-        last_signs, missed = dict.fromkeys(self._workers, 0.0), dict.fromkeys(self._workers, 0)
+        last_signs, silent_beats = dict.fromkeys(self._workers, 0.0), dict.fromkeys(self._workers, 0)
         while not self._ended.wait(BEAT_SECONDS):
             for rank, worker in enumerate(self._workers, start=1):
                 # Counted, since this process may have been stopped itself.
-                missed[worker] = missed[worker] + 1 if worker.heard == last_signs[worker] else 0
+                silent_beats[worker] = silent_beats[worker] + 1 if worker.heard == last_signs[worker] else 0
                 last_signs[worker] = worker.heard
-                silent = missed[worker] * BEAT_SECONDS
-                if missed[worker] and worker.unexplained_silence(silent) >= HANG_SECONDS:
+                silent = silent_beats[worker] * BEAT_SECONDS
+                if silent_beats[worker] and worker.unexplained_silence(silent) >= HANG_SECONDS:
                     self._lose(f"rank {rank} of stage {self._name!r} has not responded for {silent:g} s")
                     worker.kill()
 

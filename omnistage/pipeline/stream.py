@@ -30,7 +30,7 @@ class OutputStream(AsyncIterator[OutputChunk]):
     def __init__(self, orchestrator: Orchestrator, request_id: str, limit: int) -> None:
         self.request_id = request_id
         self._ready = asyncio.Event()
-        self._done = False
+        self._at_end = False
         # Not through a method of its own: in a cycle, the request's media would live on until the next collection.
         loop = asyncio.get_running_loop()
         if (readers := _readers.get(loop)) is None:
@@ -63,14 +63,14 @@ class OutputStream(AsyncIterator[OutputChunk]):
     async def take(self) -> list[OutputChunk]:
         """All items that have come since the last ones were taken, at least one; none at the end."""
         items: list[OutputChunk] = []
-        while not self._done and not items:
+        while not self._at_end and not items:
             await self._ready.wait()
             self._ready.clear()
             items = self._buffer.pop_all()
-        self._done = self._done or items[-1].final is not None
+        self._at_end = self._at_end or items[-1].final is not None
         return items
 
     def close(self) -> None:
-        self._done, self._items = True, iter(())
+        self._at_end, self._items = True, iter(())
         if self._run is not None:
             self._orchestrator.cancel(self._run)

@@ -29,13 +29,14 @@ from omnistage.engines.quantisation.experts import (
     one_by_one,
     quantise_experts,
 )
-from omnistage.engines.quantisation.numbers import MINIMUM, SCALE, VALUES, pack, unpack
-from omnistage.engines.quantisation.packed import has_packed_int8
 from omnistage.engines.quantisation.rules import layers_to_quantise
 from omnistage.hf import transformers
 from omnistage.models.causal_lm.tiny import write
 from omnistage.models.registry import REGISTRY
 from omnistage.pipeline.build import plan_memory
+from omnistage.quantisation.numbers import pack, unpack
+from omnistage.quantisation.packed import has_packed_int8
+from omnistage.quantisation.schemes import MINIMUM, SCALE, VALUES
 
 needs_packed = pytest.mark.skipif(not has_packed_int8(), reason="this torch has no int8 kernels")
 CPU = torch.device("cpu")
@@ -88,7 +89,7 @@ def rounded(model: nn.Module, config: QuantizeConfig) -> nn.Module:
     for layer in layers_of(model):
         for name, weight in expert_weights(layer):
             turned = weight.transpose(1, 2).contiguous() if layer.is_transposed else weight
-            parts = pack(turned.detach(), config)
+            parts = pack(turned.detach(), config.method)
             again = unpack(parts[VALUES], parts[SCALE], parts.get(MINIMUM))
             setattr(layer, name, nn.Parameter(again.transpose(1, 2) if layer.is_transposed else again))
     return model
@@ -104,7 +105,7 @@ def test_a_model_with_quantised_experts_is_the_one_with_their_numbers_as_weights
     plain = model(input_ids=ids, use_cache=False).last_hidden_state
     expected = rounded(model, config)(input_ids=ids, use_cache=False).last_hidden_state
     for layer in layers_of(model):
-        quantise_experts(layer, config, CPU)
+        quantise_experts(layer, config.method, CPU)
     compute_quantised(model)
     ours = model(input_ids=ids, use_cache=False).last_hidden_state
     torch.testing.assert_close(ours, expected, atol=2e-5, rtol=2e-5)
@@ -118,7 +119,7 @@ def test_a_model_with_quantised_experts_is_the_one_with_their_numbers_as_weights
 def test_what_other_devices_run_is_the_loop_over_experts_and_compiles_whole(kind: str) -> None:
     functions = transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS
     layer = layers_of(make(kind))[0]
-    quantise_experts(layer, QuantizeConfig(scheme="int8"), CPU)
+    quantise_experts(layer, QuantizeConfig(scheme="int8").method, CPU)
 
     def gathered(*given: torch.Tensor) -> torch.Tensor:
         return functions["batched_mm"](layer, *given)  # type: ignore[no-any-return]
@@ -141,7 +142,7 @@ def test_packed_experts_are_near_the_full_ones_and_no_row_depends_on_the_others(
     layer = layers_of(make(kind))[0]
     hidden, index, weights = routing(layer, 40)
     expected = one_by_one(layer, hidden, index, weights)
-    quantise_experts(layer, QuantizeConfig(scheme="int8_dynamic"), CPU)
+    quantise_experts(layer, QuantizeConfig(scheme="int8_dynamic").method, CPU)
     ours = one_by_one(layer, hidden, index, weights)
     assert 1e-4 < float((ours - expected).norm() / expected.norm()) < 0.03
     for count in (1, 3, 17):
@@ -228,7 +229,7 @@ def test_what_a_large_step_takes_for_experts_in_full_precision_is_counted() -> N
     assert expansion_bytes(model) == 0
     whole = sum(weight.numel() for _, weight in expert_weights(layers_of(model)[0]))
     for layer in layers_of(model):
-        quantise_experts(layer, QuantizeConfig(scheme="int8"), CPU)
+        quantise_experts(layer, QuantizeConfig(scheme="int8").method, CPU)
     assert expansion_bytes(model) == whole * 2 * 2
 
 

@@ -25,7 +25,8 @@ from omnistage.hf import transformers
 from omnistage.media.limits import MediaLimits
 from omnistage.models._qwen_omni import verify as omni_cases
 from omnistage.models._qwen_omni.bridges import talker2codec
-from omnistage.models._qwen_omni.verify import KINDS, WAVE_TOLERANCE, Answer, Case, ReferenceOutput, compare, make_cases
+from omnistage.models._qwen_omni.verify import KINDS, Answer, Case, ReferenceOutput, compare, make_cases
+from omnistage.models._speech_verify import WAVE_TOLERANCE
 from omnistage.models.qwen2_5_omni import tiny, verify
 from omnistage.models.qwen2_5_omni.reference import Reference
 from omnistage.omni import Omni

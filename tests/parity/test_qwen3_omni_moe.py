@@ -19,7 +19,8 @@ from omnistage.core.types import ARInput, CodecFrames, CodecInput, FinishReason,
 from omnistage.engines.ar.stage import ARStage
 from omnistage.hf import transformers
 from omnistage.models._qwen_omni import verify as omni_cases
-from omnistage.models._qwen_omni.verify import KINDS, WAVE_TOLERANCE, Answer, Case, ReferenceOutput, make_cases
+from omnistage.models._qwen_omni.verify import KINDS, Answer, Case, ReferenceOutput, make_cases
+from omnistage.models._speech_verify import WAVE_TOLERANCE
 from omnistage.models.qwen3_omni_moe import tiny, verify
 from omnistage.models.qwen3_omni_moe.components import Talker, Thinker
 from omnistage.models.qwen3_omni_moe.processor import Qwen3OmniProcessor

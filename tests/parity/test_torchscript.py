@@ -20,9 +20,9 @@ from omnistage.engines.ar.attention import PagedContext
 from omnistage.engines.ar.cpu_kernels import MIN_ROWS
 from omnistage.engines.ar.packed_linear import BlockedLinear, HalfLinear, PackedLinear, has_packed_float
 from omnistage.engines.ar.stage import ARStage
-from omnistage.engines.quantisation.packed import PackedInt8Linear, has_packed_int8
 from omnistage.engines.quantisation.transform import Quantiser
 from omnistage.models.causal_lm.component import CausalLM
+from omnistage.quantisation.packed import PackedInt8Linear, has_packed_int8
 from tests.parity.test_causal_lm import ARCHITECTURES, make_model, prompts
 
 DENSE = [

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from omnistage.core.errors import CheckpointError, InvalidRequestError
+from omnistage.core.errors import CheckpointError, InvalidRequestError, PromptTooLongError
 from omnistage.core.messages import ChatMessage, TextPart
 from omnistage.core.types import OmniTokensPrompt
 from omnistage.hf import transformers
@@ -151,6 +151,17 @@ def test_a_template_that_refuses_the_messages_is_the_requests_fault(
     strict.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(InvalidRequestError, match="roles must alternate"):
         CausalLMProcessor(strict, 1024, 64).chat([user("hi")])
+
+
+def test_more_messages_or_special_tokens_than_a_model_holds_are_refused_by_their_number(
+    tokenizer: transformers.PreTrainedTokenizerFast,
+) -> None:
+    small = CausalLMProcessor(tokenizer, 1024, 64, max_tokens=40)
+    small.chat([user("hi")])
+    with pytest.raises(PromptTooLongError, match="has 41 messages, and the model holds 40 tokens"):
+        small.chat([user("")] * 41)
+    with pytest.raises(PromptTooLongError, match="more than 40 spellings of special tokens"):
+        small.chat([user("<|im_end|>" * 41)])
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -15,13 +15,14 @@ from omnistage.core.errors import ConfigError, UnsupportedModelError
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import OmniTokensPrompt
 from omnistage.engines.ar.merged import MergedLinear
-from omnistage.engines.quantisation.packed import PackedInt8Linear, has_packed_int8, int8_rows, pack_linear
 from omnistage.engines.quantisation.rules import layers_to_quantise
-from omnistage.engines.quantisation.transform import Quantiser, check_scheme
+from omnistage.engines.quantisation.transform import Quantiser
 from omnistage.models.causal_lm.tiny import write
 from omnistage.models.qwen_image import FAMILY as QWEN_IMAGE
 from omnistage.models.registry import REGISTRY
 from omnistage.pipeline.build import plan_memory
+from omnistage.quantisation.packed import PackedInt8Linear, has_packed_int8, int8_rows, pack_linear
+from omnistage.quantisation.schemes import Int8Dynamic
 
 needs_packed = pytest.mark.skipif(not has_packed_int8(), reason="this torch has no int8 kernels")
 CPU = torch.device("cpu")
@@ -125,7 +126,7 @@ def test_a_scheme_of_gpus_is_refused_on_the_cpu_before_loading(folder: Path, sch
 
 def test_int8_dynamic_is_refused_on_a_gpu() -> None:
     with pytest.raises(ConfigError, match="for the CPU"):
-        check_scheme(QuantizeConfig(scheme="int8_dynamic"), torch.device("cuda"), torch.bfloat16, "thinker")
+        Int8Dynamic(128).check(torch.device("cuda"), torch.bfloat16, "thinker.quantize")
 
 
 def test_a_scheme_that_touches_nothing_is_an_error(folder: Path) -> None:

@@ -22,13 +22,14 @@ from omnistage.core.errors import CheckpointError, OmniError
 from omnistage.core.params import DiffusionParams, SamplingParams
 from omnistage.core.types import OmniTokensPrompt
 from omnistage.engines.ar.cpu_kernels import apply_cpu_kernels
-from omnistage.engines.quantisation import numbers, packed
-from omnistage.engines.quantisation.numbers import MINIMUM, SCALE, VALUES, pack, unpack
 from omnistage.engines.quantisation.transform import Quantiser
 from omnistage.hf import transformers
 from omnistage.models.causal_lm.tiny import write
 from omnistage.models.flux.tiny import write as write_flux
 from omnistage.models.quantised_files import Mark, write_quantised
+from omnistage.quantisation import packed
+from omnistage.quantisation.numbers import pack, unpack
+from omnistage.quantisation.schemes import MINIMUM, SCALE, VALUES
 
 needs_packed = pytest.mark.skipif(not packed.has_packed_int8(), reason="this torch has no int8 kernels")
 LOOSE = ("--gate", "token_agreement=0.5", "--gate", "kl=0.2", "--gate", "perplexity_ratio=1.2")
@@ -108,7 +109,6 @@ def test_the_search_leaves_out_the_layers_that_were_made_worse_and_no_more_than_
         return (torch.zeros_like(values) if torch.equal(weight, bad) else values), scale
 
     monkeypatch.setattr(packed, "int8_rows", coarse)
-    monkeypatch.setattr(numbers, "int8_rows", coarse)
     tight = ("--gate", "token_agreement=0.5", "--gate", "kl=0.1", "--gate", "perplexity_ratio=1.5")
     code, output = _quantize(folder, tmp_path / "bad", tmp_path, *tight)
     assert code == 1, output
@@ -201,7 +201,7 @@ def test_the_measures_of_pictures_and_speech_grow_with_the_damage() -> None:
 def test_stored_weights_come_back_within_half_a_step(scheme: str) -> None:
     weight = torch.randn(8, 256)
     config = QuantizeConfig.model_validate({"scheme": scheme})
-    stored = pack(weight, config)
+    stored = pack(weight, config.method)
     assert sum(part.nbytes for part in stored.values()) < weight.nbytes / (6 if scheme == "int4" else 3)
     again = unpack(stored[VALUES], stored[SCALE], stored.get(MINIMUM))
     step = stored[SCALE].max() * (32 if scheme == "float8" else 1)

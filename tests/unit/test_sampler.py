@@ -748,6 +748,24 @@ def test_the_first_and_the_last_token_may_be_named(token: int) -> None:
     sampler.check(params(suppress_token_ids=(token,)))
 
 
+def test_what_a_model_never_samples_no_request_gets() -> None:
+    sampler = Sampler(10, CPU, eos_token_ids=(3,), suppress_token_ids=(9, 8, 12), suppress_ignored_ends=True)
+    wishes = {
+        "plain": ({}, 7),
+        "own": ({"suppress_token_ids": (7, 8)}, 6),
+        "allowed": ({"allowed_token_ids": (2, 9)}, 2),
+        "end": ({"allowed_token_ids": (2, 3, 9)}, 3),
+        "end ignored": ({"allowed_token_ids": (2, 3, 9), "ignore_eos": True}, 2),
+    }
+    for name, (values, _) in wishes.items():
+        sampler.check(params(temperature=0.0, **values))
+        sampler.add(name, params(temperature=0.0, **values), [])
+    results = sampler.sample(torch.arange(10.0).repeat(len(wishes), 1), list(wishes))
+    assert [result.token_id for result in results] == [token for _, token in wishes.values()]
+    with pytest.raises(InvalidRequestError, match="removes every allowed token"):
+        sampler.check(params(allowed_token_ids=(8, 9)))
+
+
 def test_misuse_is_reported() -> None:
     sampler = Sampler(10, CPU)
     sampler.add("a", GREEDY, [])

@@ -116,6 +116,8 @@ class Runner:
             device,
             tokenizer=component.tokenizer,
             eos_token_ids=component.eos_token_ids,
+            suppress_token_ids=component.suppress_token_ids,
+            suppress_ignored_ends=component.tokenizer is None,
             on_host=device.type == "cpu" and not run_ahead,
         )
         # A captured step may be for more sequences than ever run.

@@ -183,17 +183,8 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
                     f"{MAX_LOGPROBS} in all; request fewer of them, fewer answers or a smaller max_tokens",
                     param="logprobs",
                 )
-        self.runner.sampler.check(self._effective(params))
+        self.runner.sampler.check(params)
         select(self.adapters, self.name, params.lora)
-
-    def _effective(self, params: SamplingParams) -> SamplingParams:
-        """With what the component never samples."""
-        banned = {*params.suppress_token_ids, *self.component.suppress_token_ids}
-        if params.ignore_eos and self.component.tokenizer is None:
-            banned.update(self.component.eos_token_ids)  # where tokens are codes, an end token cannot be passed on
-        if len(banned) == len(params.suppress_token_ids):
-            return params
-        return params.model_copy(update={"suppress_token_ids": tuple(sorted(banned))})
 
     def _prepare(self, info: RequestInfo, payload: ARInput) -> ARInput:
         # On the stage's stream: what it makes is read there, with nothing else to order the two.
@@ -204,7 +195,7 @@ class ARStage(BatchedStage[ARInput, SamplingParams]):
             return self.component.prepare(info, payload)
 
     def _add(self, stage_input: StageInput, params: SamplingParams, payload: ARInput) -> None:
-        request_id, params = stage_input.info.request_id, self._effective(params)
+        request_id = stage_input.info.request_id
         seed = payload.seed if params.seed is None else params.seed
         # A key is never used again: the last step of a request that was aborted may still be running.
         self._serial += 1

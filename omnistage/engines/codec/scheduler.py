@@ -22,11 +22,11 @@ FIRST_SOUND_SECONDS = 0.5
 """After its first code a request is due for its first sound."""
 MAX_BATCH_SECONDS = 0.35
 """Batches are no longer than that, where there is a choice: who comes next waits for them."""
-_HOPELESS = 1.3
-"""So many times slower than sound, and no first sound is held back: most utterances are longer than that would help."""
+_TOO_SLOW = 1.3
+"""Where codes or batches take so many times as long as their sound, holding the first sound back would not help."""
 _RESERVE_SECONDS = 0.5
 """Windows that could wait begin as long before a player runs dry: another batch may run when they are due."""
-_MUSTER_SECONDS = 0.06
+_GATHER_SECONDS = 0.06
 """Listeners who come almost together share their first batches: each batch takes time of its own."""
 _MIN_SLOWDOWN = 2.0
 """Codes come so many times slower beside a batch where the codec shares its device with the models upstream."""
@@ -120,7 +120,7 @@ class CodecScheduler:
         now = self._scheduled_at = self._clock()
         empty = tuple(r.request_id for r in self._requests.values() if r.empty)
         ready = [(r, s) for r in self._requests.values() if (s := self._next(r)) is not None]
-        ready.sort(key=lambda pair: self._rank(pair[0], now))
+        ready.sort(key=lambda pair: self._rank(pair[0]))
         free = self._limits.max_running - self.running
         batch = _Batch(self, now, self._latest_starts())
         started = list(empty)
@@ -210,7 +210,7 @@ class CodecScheduler:
         together = self.costs.seconds(blocks + sum(self.blocks(self._codes_for_next(r)) for r in soon))
         limits = []
         for request, _ in ready:
-            limit = request.ready_at + _MUSTER_SECONDS if soon else 0.0
+            limit = request.ready_at + _GATHER_SECONDS if soon else 0.0
             if request.dry_at is not None:
                 limit = min(limit, request.dry_at - together / _SAFETY)
                 limit = max(limit, request.dry_at - seconds - _RESERVE_SECONDS)
@@ -224,7 +224,7 @@ class CodecScheduler:
         if not request.streaming or request.final or not request.codes:
             return False
         missing = request.num_decoded + self._codes_for_next(request) - len(request.codes)
-        return 0 < missing <= _MUSTER_SECONDS / max(self.pace.free, 1e-3)
+        return 0 < missing <= _GATHER_SECONDS / max(self.pace.free, 1e-3)
 
     # -------------------------------------------------------------------------------------------- windows
 
@@ -277,7 +277,7 @@ class CodecScheduler:
         patience = 0.0 if request.streaming else len(request.codes) * self._layout.code_seconds
         return request.first_code + FIRST_SOUND_SECONDS + patience
 
-    def _rank(self, request: CodecRequest, now: float) -> tuple[int, float, int]:
+    def _rank(self, request: CodecRequest) -> tuple[int, float, int]:
         level, number = self._turns.rank(request.turn)
         return level, self.due(request), number
 
@@ -311,7 +311,7 @@ class CodecScheduler:
         block_seconds = layout.block_codes * code_seconds
         work = self._seconds_of(listeners, longest)
         codes_behind = longest * layout.block_codes - work * usual.beside
-        if max(work, 0.0 if request.final else work + codes_behind * usual.free) > _HOPELESS * longest * block_seconds:
+        if max(work, 0.0 if request.final else work + codes_behind * usual.free) > _TOO_SLOW * longest * block_seconds:
             return True
         others = min(request.others / max(now - request.first_code, 1e-9), 0.9)
         ready = others * request.others / max(request.others_count, 1)  # another batch may run when a window is ready
@@ -380,6 +380,6 @@ class _Batch:
         return True
 
     def _others(self, request: CodecRequest) -> float:
-        """When the device must be free for the first of those that are not in the batch; who is late has no say."""
+        """When the device must be free for the first one that is not in the batch; late ones do not count."""
         late = self._now + self._scheduler.costs.seconds(self._blocks)
         return min((at for name, at in self._latest.items() if name != request.request_id and at >= late), default=INF)

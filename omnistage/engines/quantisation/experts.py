@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from omnistage.config.quantize import QuantizeConfig
-from omnistage.engines.quantisation.numbers import MINIMUM, SCALE, VALUES, expand_int4, pack
-from omnistage.engines.quantisation.packed import PackedInt8Linear, pack_linear
+from omnistage.quantisation.numbers import expand_int4, pack
+from omnistage.quantisation.packed import PackedInt8Linear, pack_linear
+from omnistage.quantisation.schemes import MINIMUM, SCALE, VALUES, Scheme
 
 _UP, _DOWN = ("gate_up_proj", "up_proj"), "down_proj"
 _INT4_EXPANSION = 13
@@ -31,18 +31,18 @@ class QuantisedExperts(nn.Module):
     """float32 `[E, O]`, `[E, O, groups]` in int4."""
     minimum: torch.Tensor | None
 
-    def __init__(self, weight: torch.Tensor, config: QuantizeConfig, *, transposed: bool, device: torch.device) -> None:
+    def __init__(self, weight: torch.Tensor, scheme: Scheme, *, transposed: bool, device: torch.device) -> None:
         super().__init__()
         self.dtype, self.shape, self.transposed = weight.dtype, weight.shape, transposed
-        self.scheme = config.scheme
+        self.by_row = scheme.by_row
         self.products: list[PackedInt8Linear] = []
         """A packed layer for each expert, with `int8_dynamic`."""
         rows = weight.detach().transpose(1, 2) if transposed else weight.detach()
-        if config.scheme == "int8_dynamic" and device.type != "meta":
+        if scheme.packed and device.type != "meta":
             self.products = [_packed(expert) for expert in rows]
             return
         # One expert at a time: beside the quantised ones there is no second copy of all.
-        parts = [pack(expert.to(device).contiguous(), config) for expert in rows]
+        parts = [pack(expert.to(device).contiguous(), scheme) for expert in rows]
         for end, name in ((VALUES, "values"), (SCALE, "scale"), (MINIMUM, "minimum")):
             stacked = torch.stack([_as_bytes(part[end]) for part in parts]) if end in parts[0] else None
             self.register_buffer(name, stacked)
@@ -53,14 +53,14 @@ class QuantisedExperts(nn.Module):
             weight = self.products[int(index)].weight.to(self.dtype)
         else:
             minimum = None if self.minimum is None else self.minimum[index]
-            weight = _expand(self.values[index], self.scale[index], minimum, self.scheme, self.dtype)
+            weight = _expand(self.values[index], self.scale[index], minimum, self.dtype)
         return weight.transpose(-1, -2) if self.transposed else weight
 
     def whole(self) -> torch.Tensor:
         """The weights of all experts."""
         if self.products:
             return torch.stack([self[expert] for expert in range(len(self.products))])
-        weight = _expand(self.values, self.scale, self.minimum, self.scheme, self.dtype)
+        weight = _expand(self.values, self.scale, self.minimum, self.dtype)
         return weight.transpose(1, 2) if self.transposed else weight
 
     def product(self, rows: torch.Tensor, expert: int) -> torch.Tensor:
@@ -70,12 +70,12 @@ class QuantisedExperts(nn.Module):
     @property
     def packed_bytes(self) -> int:
         """Of the packed layers, which are no tensors."""
-        return sum(each.out_features * (each.in_features + 4) for each in self.products)
+        return sum(each.weight_bytes for each in self.products)
 
     @property
     def expansion_bytes(self) -> int:
         """Peak while `whole` is computed."""
-        return self.shape.numel() * (_INT4_EXPANSION if self.scheme == "int4" else 2 * self.dtype.itemsize)
+        return self.shape.numel() * (2 * self.dtype.itemsize if self.by_row else _INT4_EXPANSION)
 
 
 def _packed(weight: torch.Tensor) -> PackedInt8Linear:
@@ -94,11 +94,11 @@ def _as_bytes(part: torch.Tensor) -> torch.Tensor:
 
 
 def _expand(
-    values: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor | None, scheme: str, dtype: torch.dtype
+    values: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
     if minimum is not None:
         return expand_int4(values, scale, minimum).to(dtype)
-    numbers = values.view(torch.float8_e4m3fn) if scheme == "float8" else values
+    numbers = values.view(torch.float8_e4m3fn) if values.dtype == torch.uint8 else values  # see `_as_bytes`
     # int8 and float8 are exact in 16 bits, and the product is rounded once.
     out = torch.empty(numbers.shape, dtype=dtype, device=numbers.device)
     return torch.mul(numbers.to(dtype), scale[..., None], out=out)
@@ -136,10 +136,10 @@ def expert_inputs(module: nn.Module) -> list[int]:
     return [weight.shape[1 if is_transposed(module) else 2] for _, weight in expert_weights(module)]
 
 
-def quantise_experts(module: nn.Module, config: QuantizeConfig, device: torch.device) -> None:
+def quantise_experts(module: nn.Module, scheme: Scheme, device: torch.device) -> None:
     """Exchange the weights of a layer's experts, in place; the rest of the module goes along to `device`."""
     for name, weight in list(expert_weights(module)):
-        quantised = QuantisedExperts(weight, config, transposed=is_transposed(module), device=device)
+        quantised = QuantisedExperts(weight, scheme, transposed=is_transposed(module), device=device)
         del module._parameters[name]
         module.add_module(name, quantised)
     if device.type != "meta":

@@ -7,19 +7,17 @@ component is complete before, so that it was compared with the reference in full
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 
 from omnistage.config.quantize import QuantizeConfig
-from omnistage.core.errors import ConfigError, InternalError, MissingDependencyError
+from omnistage.core.errors import ConfigError, InternalError
 from omnistage.engines.ar.experts import compute_quantised
 from omnistage.engines.ar.merged import MergedLinear, merge_linears
 from omnistage.engines.ar.packed_linear import PackedLinear
@@ -32,39 +30,11 @@ from omnistage.engines.quantisation.experts import (
     is_transposed,
     quantise_experts,
 )
-from omnistage.engines.quantisation.packed import PackedInt8Linear, has_packed_int8, int8_rows, pack_linear
 from omnistage.engines.quantisation.rules import layers_to_quantise
+from omnistage.quantisation.packed import PackedInt8Linear
+from omnistage.quantisation.schemes import Scheme
 
-_MIN_CAPABILITY = {"int8": (7, 0), "int4": (8, 0), "float8": (8, 9)}
-_FLOAT8_MULTIPLE = 16
-"""Of both sizes of a weight, for the products of GPUs."""
 _current: ContextVar[Quantiser | None] = ContextVar("quantiser", default=None)
-
-
-def check_scheme(config: QuantizeConfig, device: torch.device, dtype: torch.dtype, stage: str) -> None:
-    """Refuse a scheme that the device cannot run, before anything is loaded."""
-    scheme, param = config.scheme, f"{stage}.quantize"
-    if scheme == "int8_dynamic":
-        if device.type != "cpu":
-            raise ConfigError(f"int8_dynamic is for the CPU, not for {device}; use int8 or float8", param=param)
-        if not has_packed_int8():
-            raise ConfigError("int8_dynamic needs the int8 kernels of x86, which this torch lacks", param=param)
-        return
-    if scheme != "int8" or device.type != "cpu":
-        if device.type != "cuda":
-            raise ConfigError(f"{scheme} runs on CUDA only, not on {device}; use int8_dynamic there", param=param)
-        capability = torch.cuda.get_device_capability(device)
-        if capability < _MIN_CAPABILITY[scheme]:
-            needs = ".".join(map(str, _MIN_CAPABILITY[scheme]))
-            raise ConfigError(
-                f"{scheme} needs a GPU of compute capability {needs}, "
-                f"{device} has {capability[0]}.{capability[1]}; use int8",
-                param=param,
-            )
-        if scheme != "int8" and dtype != torch.bfloat16:
-            raise ConfigError(f"{scheme} computes in bfloat16 only, the stage's dtype is {dtype}", param=param)
-    if importlib.util.find_spec("torchao") is None:
-        raise MissingDependencyError(f"{scheme} needs torchao: pip install 'omnistage[quantize]'")
 
 
 @dataclass(slots=True)
@@ -90,13 +60,13 @@ class Quantiser:
         layers = layers_to_quantise(
             network, self.config, dit=self.diffusion and not text, full_precision=self.full_precision
         )
-        return {name: layer for name, layer in layers.items() if _fits(layer, self.config)}
+        return {name: layer for name, layer in layers.items() if _fits(layer, self.config.method)}
 
     def apply(self, network: nn.Module, device: torch.device) -> None:
         """Exchange the layers, for `device`, where they are put; the rest of the network stays where it is."""
         layers = self.choose(network)
         self.layers += layers
-        if self.merge and (device.type == "cuda" or self.config.scheme == "int8_dynamic"):
+        if self.merge and (device.type == "cuda" or self.config.method.packed):
             merge_linears(network, set(layers))
         for name in layers:
             module = network.get_submodule(name)
@@ -118,9 +88,9 @@ class Quantiser:
         for name, layer in self.choose(network).items():
             self.layers.append(name)
             if isinstance(layer, nn.Linear):
-                network.set_submodule(name, _PlannedLinear(layer, self.config))
+                network.set_submodule(name, _PlannedLinear(layer, self.config.method))
             else:
-                quantise_experts(layer, self.config, torch.device("meta"))
+                quantise_experts(layer, self.config.method, torch.device("meta"))
         compute_quantised(network)
 
     def check(self, stage: str) -> None:
@@ -147,19 +117,11 @@ class Quantiser:
     def quantise_layer(self, layer: nn.Module, device: torch.device) -> None:
         """Quantise one layer in place, for `device`."""
         if is_experts(layer):
-            quantise_experts(layer, self.config, device)
+            quantise_experts(layer, self.config.method, device)
             return
         if not isinstance(layer, nn.Linear):
             raise InternalError(f"{type(layer).__name__} is not a linear layer")
-        if self.config.scheme == "int8_dynamic":
-            pack_linear(layer)
-            return
-        layer.__class__ = nn.Linear  # others read the numbers of their weights
-        layer.to(device)
-        weight = layer.weight
-        layer.weight = nn.Parameter(_torchao_weight(weight.detach(), self.config), requires_grad=False)
-        if type(layer.weight) is type(weight):
-            raise InternalError(f"torchao left a layer of {list(weight.shape)} as it was")
+        self.config.method.quantise(layer, device)
 
 
 def networks_of(component: object) -> tuple[nn.Module, ...]:
@@ -213,9 +175,7 @@ def network_bytes(network: nn.Module) -> int:
     """Bytes of a network's weights as they are in memory."""
     sizes: dict[int, int] = {}
     for module in network.modules():
-        if isinstance(module, PackedInt8Linear):
-            sizes[id(module)] = quantised_bytes(module.in_features, module.out_features, QuantizeConfig(scheme="int8"))
-        elif isinstance(module, PackedLinear):
+        if isinstance(module, PackedInt8Linear | PackedLinear):
             sizes[id(module)] = module.weight_bytes
         elif isinstance(module, QuantisedExperts):
             sizes[id(module)] = module.packed_bytes
@@ -233,54 +193,21 @@ def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [value] if names is None else [getattr(value, name) for name in names]
 
 
-def _torchao_weight(weight: torch.Tensor, config: QuantizeConfig) -> torch.Tensor:
-    if config.scheme == "int8":
-        from torchao.quantization import Int8Tensor, PerRow
-
-        # Our scales, so that weights that were quantised before come out the same.
-        scale = int8_rows(weight)[1][:, None]
-        quantised: torch.Tensor = Int8Tensor.from_hp(weight.contiguous(), PerRow(), scale=scale)
-        return quantised
-    from torchao.quantization import (
-        Float8DynamicActivationFloat8WeightConfig,
-        Int4WeightOnlyConfig,
-        PerRow,
-        quantize_,
-    )
-
-    recipe: Any
-    if config.scheme == "int4":
-        recipe = Int4WeightOnlyConfig(
-            group_size=config.group_size, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
-        )
-    else:
-        recipe = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
-    holder = nn.Linear(1, 1, bias=False, device="meta")
-    holder.in_features, holder.out_features = weight.shape[1], weight.shape[0]
-    holder.weight = nn.Parameter(weight, requires_grad=False)
-    quantize_(holder, recipe)
-    return holder.weight.data
-
-
-def _fits(layer: nn.Module, config: QuantizeConfig) -> bool:
+def _fits(layer: nn.Module, scheme: Scheme) -> bool:
     """Whether the scheme has products for weights of this size."""
-    if not isinstance(layer, nn.Linear):  # experts
-        return config.scheme != "int4" or all(inputs % config.group_size == 0 for inputs in expert_inputs(layer))
-    if config.scheme == "int4":
-        return layer.in_features % config.group_size == 0
-    if config.scheme == "float8":
-        return layer.in_features % _FLOAT8_MULTIPLE == 0 and layer.out_features % _FLOAT8_MULTIPLE == 0
-    return True
+    if isinstance(layer, nn.Linear):
+        return scheme.fits(layer.in_features, layer.out_features)
+    return scheme.by_row or all(inputs % scheme.group_size == 0 for inputs in expert_inputs(layer))
 
 
 class _PlannedLinear(nn.Module):
     """A quantised layer without numbers."""
 
-    def __init__(self, layer: nn.Linear, config: QuantizeConfig) -> None:
+    def __init__(self, layer: nn.Linear, scheme: Scheme) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.bias = layer.bias
-        size = quantised_bytes(layer.in_features, layer.out_features, config)
+        size = scheme.weight_bytes(layer.in_features, layer.out_features)
         self.register_buffer("packed", torch.empty(size, dtype=torch.uint8, device="meta"))
 
     @property
@@ -289,18 +216,6 @@ class _PlannedLinear(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return input.new_empty(*input.shape[:-1], self.out_features)
-
-
-_INT4_WIDTH, _INT4_HEIGHT = 1024, 8
-"""Weights in int4 are padded to multiples of these."""
-
-
-def quantised_bytes(inputs: int, outputs: int, config: QuantizeConfig) -> int:
-    """Bytes of a weight with its scales."""
-    if config.scheme != "int4":
-        return inputs * outputs + 4 * outputs
-    inputs, outputs = (-(-n // size) * size for n, size in ((inputs, _INT4_WIDTH), (outputs, _INT4_HEIGHT)))
-    return inputs * outputs // 2 + 4 * outputs * (inputs // config.group_size)
 
 
 @contextmanager

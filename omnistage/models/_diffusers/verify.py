@@ -87,18 +87,18 @@ class DiffusersReference(ABC):
 
     def cases(self, count: int, seed: int) -> list[Case]:
         """Small requests of every kind that the checkpoint takes, in turn."""
-        return [self.case(number, seed) for number in range(count)]
-
-    def case(self, number: int, seed: int) -> Case:
         kinds = self.kinds(seed)
-        name, payload, settings = kinds[number % len(kinds)]
         usual = {} if self.text_tokens is None else {"max_sequence_length": self.text_tokens}
-        params = DiffusionParams.parse({**usual, **settings, "seed": seed + number})
-        return Case(f"{name} {number + 1}", payload, params)
+        cases = []
+        for number in range(count):
+            name, payload, settings = kinds[number % len(kinds)]
+            params = DiffusionParams.parse({**usual, **settings, "seed": seed + number})
+            cases.append(Case(f"{name} {number + 1}", payload, params))
+        return cases
 
+    @abstractmethod
     def kinds(self, seed: int) -> Sequence[Kind]:
-        """What `case` makes its cases of, in turn."""
-        raise NotImplementedError
+        """What `cases` are made of."""
 
     def variant(self, pipeline: str, leave_out: Sequence[str] = (), **settings: object) -> DiffusionPipeline:
         """Another pipeline class over the same parts."""
@@ -146,14 +146,6 @@ def call_arguments(pipe: DiffusionPipeline, params: DiffusionParams) -> dict[str
 def to_uint8(pixels: np.ndarray) -> np.ndarray:
     """`uint8` of pixels in 0..1."""
     return (pixels * 255).round().astype(np.uint8)
-
-
-def numbered_case(number: int, seed: int, images: Sequence[np.ndarray], **options: object) -> Case:
-    """A case whose steps, seed and prompt follow from its number; `options` are further parameters, with the size."""
-    params = DiffusionParams.parse({**options, "steps": 2 + number % 3, "seed": seed + number})
-    kind = f"{len(images)} pictures" if images else "text"
-    payload = DiffusionInput(f"The quick brown fox number {number} in the garden.", tuple(images))
-    return Case(f"{number}: {params.width}x{params.height} from {kind}", payload, params)
 
 
 def load_components(runner: ModelRunner) -> tuple[PromptEncoder, Denoiser, LatentDecoder]:

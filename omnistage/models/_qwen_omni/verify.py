@@ -9,16 +9,14 @@ import numpy as np
 from PIL import Image
 
 from omnistage.core.clips import AudioClip, VideoClip
-from omnistage.core.family import BridgeResult
 from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, Part, TextPart, VideoPart
 from omnistage.core.params import CodecParams, SamplingParams, StageParams
-from omnistage.core.types import Code, CodecFrames, CodecInput, RequestInfo, StageChunk
+from omnistage.core.types import Code
 from omnistage.core.verification import ModelRunner, Progress, VerifyRow, check_cases, count_differences
 from omnistage.models._qwen_omni.bridges import talker2codec
+from omnistage.models._speech_verify import SILENCE, random_words, recording, wave_row
 
 KINDS = ("text", "image", "images", "audio", "video", "audio_in_video", "multi_turn", "mixed")
-WAVE_TOLERANCE = 1e-3
-_WORDS = ("please", "tell", "me", "what", "you", "hear", "and", "see", "in", "this", "one", "😀", "第三", "Straße")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,33 +99,20 @@ def run_pipeline(
 ) -> list[Answer]:
     """Greedy answers of all cases in one batch, with the codes that reach the stage `codec`."""
     codes: dict[str, list[Code]] = {}
-
-    def note_codes(request: RequestInfo, state: object, chunk: StageChunk) -> BridgeResult:
-        state, inputs = talker2codec(request, state, chunk)
-        for value in inputs:
-            if isinstance(value, CodecInput | CodecFrames):
-                codes.setdefault(request.request_id, []).extend(value.codes)
-        return state, inputs
-
     chats, own = [case.as_sent() for case in cases], [greedy(case, codec, seed) for case in cases]
-    outputs = runner.chat(chats, own, bridges={} if codec is None else {codec: note_codes})
-    silence = np.zeros(0, dtype=np.float32)
+    outputs = runner.chat(chats, own, bridges={} if codec is None else {codec: recording(talker2codec, codes)})
     return [
-        Answer(out.token_ids, codes.get(out.request_id, []), silence if out.samples is None else out.samples)
+        Answer(out.token_ids, codes.get(out.request_id, []), SILENCE if out.samples is None else out.samples)
         for out in outputs
     ]
 
 
 def compare(name: str, ours: Answer, theirs: ReferenceOutput) -> list[VerifyRow]:
     """Tokens and codes must be identical, the waveform within `WAVE_TOLERANCE`."""
-    wave = theirs.waveform if theirs.waveform is not None else np.zeros(0, dtype=np.float32)
-    difference = float("inf")
-    if len(ours.waveform) == len(wave):
-        difference = float(np.abs(ours.waveform - wave).max(initial=0.0))
     return [
         VerifyRow.judge(name, "thinker tokens", count_differences(ours.token_ids, theirs.token_ids), 0.0),
         VerifyRow.judge(name, "talker codes", count_differences(ours.codes, theirs.codes), 0.0),
-        VerifyRow.judge(name, "waveform", difference, WAVE_TOLERANCE),
+        wave_row(name, ours.waveform, SILENCE if theirs.waveform is None else theirs.waveform),
     ]
 
 
@@ -135,7 +120,7 @@ def compare(name: str, ours: Answer, theirs: ReferenceOutput) -> list[VerifyRow]
 
 
 def _chat(kind: str, rng: np.random.Generator) -> list[ChatMessage]:
-    words = TextPart(" ".join(rng.choice(_WORDS, size=int(rng.integers(1, 9)))))
+    words = TextPart(random_words(rng))
     media: dict[str, list[Part]] = {
         "text": [],
         "image": [_image(rng)],

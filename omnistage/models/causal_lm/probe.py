@@ -34,7 +34,6 @@ _TOLERANCE = 1e-3
 """Of the logits' range, in float32."""
 _ROUNDED_TOLERANCE = 0.1
 """The same where the model runs in the dtype of its weights only, such as quantised ones."""
-_FLOAT8_TOLERANCE = 0.25
 _NARROW = (torch.float16, torch.bfloat16)
 CACHES = ("past_key_values", "cache_params")
 """Arguments and outputs of a model that are its cache."""
@@ -172,7 +171,8 @@ def check_logits(component: ARComponent, name: str, expected: Expected) -> None:
 def rounded_tolerance(plain: float) -> float:
     """`plain`, or what quantised activations need: two orders of the same sums round some of them to other numbers."""
     quantiser = current_quantiser()
-    return _FLOAT8_TOLERANCE if quantiser is not None and quantiser.config.scheme == "float8" else plain
+    special = quantiser.config.method.tolerance if quantiser is not None else None
+    return plain if special is None else special
 
 
 def _refusal(name: str, error: Exception) -> UnsupportedModelError:

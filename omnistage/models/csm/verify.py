@@ -10,17 +10,14 @@ import numpy as np
 import torch
 
 from omnistage.core.clips import AudioClip
-from omnistage.core.family import BridgeResult
 from omnistage.core.params import CodecParams, SamplingParams, StageParams
-from omnistage.core.types import Code, CodecFrames, CodecInput, RequestInfo, StageChunk
+from omnistage.core.types import Code
 from omnistage.core.verification import ModelRunner, Progress, VerifyRow, check_cases, count_differences
 from omnistage.hf import transformers
+from omnistage.models._speech_verify import SILENCE, random_words, recording, wave_row
 from omnistage.models.causal_lm.processor import load_tokenizer
 from omnistage.models.csm.bridges import frames2codec
 from omnistage.models.csm.processor import VOICES
-
-WAVE_TOLERANCE = 1e-3
-_WORDS = ("please", "tell", "me", "what", "you", "hear", "and", "see", "in", "this", "one", "😀", "第三", "Straße")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +58,8 @@ def run(runner: ModelRunner, *, cases: int = 8, seed: int = 0, progress: Progres
     for index, (case, mine) in enumerate(zip(selected, ours, strict=True)):
         report(f"transformers: {case.name}", 0.3 + 0.7 * index / cases)
         theirs = reference.run(case)
-        difference = float("inf")
-        if len(mine.samples) == len(theirs.samples):
-            difference = float(np.abs(mine.samples - theirs.samples).max(initial=0.0))
         rows.append(VerifyRow.judge(case.name, "codes", count_differences(mine.frames, theirs.frames), 0.0))
-        rows.append(VerifyRow.judge(case.name, "waveform", difference, WAVE_TOLERANCE))
+        rows.append(wave_row(case.name, mine.samples, theirs.samples))
     report("done", 1.0)
     return rows
 
@@ -75,29 +69,22 @@ def make_cases(count: int, seed: int) -> list[Case]:
     for index in range(count):
         rng = np.random.default_rng((seed, index))
         roles = ("user", "assistant", "user")[: index % 4] if index % 2 else ()
-        turns = tuple((role, _text(rng), _clip(rng)) for role in roles)
+        turns = tuple((role, random_words(rng), _clip(rng)) for role in roles)
         name = f"{index}:{'conversation' if turns else 'text'}"
-        cases.append(Case(name, turns, _text(rng), int(rng.integers(3, 25))))
+        cases.append(Case(name, turns, random_words(rng), int(rng.integers(3, 25))))
     return cases
 
 
 def run_ours(runner: ModelRunner, cases: Sequence[Case]) -> list[Speech]:
     """Greedy speech of all cases in one batch, streamed."""
     frames: dict[str, list[Code]] = {}
-
-    def note_frames(request: RequestInfo, state: object, chunk: StageChunk) -> BridgeResult:
-        state, inputs = frames2codec(request, state, chunk)
-        for value in inputs:
-            if isinstance(value, CodecInput | CodecFrames):
-                frames.setdefault(request.request_id, []).extend(value.codes)
-        return state, inputs
-
     params: list[Mapping[str, StageParams]] = [
         {"backbone": SamplingParams(temperature=0.0, max_tokens=case.frames), "codec": CodecParams()} for case in cases
     ]
-    outputs = runner.chat([case.as_sent() for case in cases], params, bridges={"codec": note_frames})
-    silence = np.zeros(0, dtype=np.float32)
-    return [Speech(frames.get(out.request_id, []), silence if out.samples is None else out.samples) for out in outputs]
+    outputs = runner.chat(
+        [case.as_sent() for case in cases], params, bridges={"codec": recording(frames2codec, frames)}
+    )
+    return [Speech(frames.get(out.request_id, []), SILENCE if out.samples is None else out.samples) for out in outputs]
 
 
 class Reference:
@@ -143,10 +130,6 @@ class Reference:
         if frames and set(frames[-1]) == {config.codebook_eos_token_id}:
             frames.pop()
         return Speech(frames, out.audio[0].float().numpy())
-
-
-def _text(rng: np.random.Generator) -> str:
-    return " ".join(rng.choice(_WORDS, size=int(rng.integers(1, 9))))
 
 
 def _clip(rng: np.random.Generator) -> AudioClip:

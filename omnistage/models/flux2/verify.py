@@ -47,11 +47,10 @@ class Reference(DiffusersReference):
         square, oblong = {"width": 64, "height": 64}, {"width": 96, "height": 48}
         photos = picture(104, 64, seed), picture(64, 88, seed + 1)
         away = {} if self.pipe.config.get("is_distilled", True) else {"negative_prompt": "people", "guidance": 3.0}
-        kinds: list[Kind] = [
+        return [
             ("text", DiffusionInput("a red cat under an old tree"), {**square, "steps": 4}),
             ("text, wide", DiffusionInput("a quiet river"), {**oblong, "steps": 3, **away}),
             ("picture", DiffusionInput("the same at night", photos[:1]), {"steps": 2}),
             ("two pictures", DiffusionInput("the first in the style of the second", photos), {**square, "steps": 2}),
             ("unguided", DiffusionInput("music"), {**square, "steps": 2, "guidance": 1.0}),
         ]
-        return kinds

@@ -11,12 +11,13 @@ from torch import Tensor
 from omnistage.core.errors import UnsupportedModelError
 from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
-from omnistage.core.types import Condition, DiffusionInput, Modality
+from omnistage.core.types import Condition, DiffusionInput
 from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
 from omnistage.models._diffusers import base
-from omnistage.models._diffusers.base import DiffusersDenoiser, DiffusersEncoder, VaeDecoder
+from omnistage.models._diffusers.base import DiffusersDenoiser, DiffusersEncoder
 from omnistage.models._diffusers.checks import check_frames, check_true_cfg
 from omnistage.models._diffusers.loading import load_encoder_pipeline
+from omnistage.models._diffusers.video import VideoDecoder
 
 _STEPS, _GUIDANCE, _FRAMES = 50, 6.0, 129
 _SIZE = (1280, 720)
@@ -99,23 +100,11 @@ class Denoiser(DiffusersDenoiser):
         return negative + base.default_to(lane.params.true_cfg, 1.0) * (positive - negative)
 
 
-class Decoder(VaeDecoder):
-    modality = Modality.VIDEO
+class Decoder(VideoDecoder):
     fps = 24.0
 
-    def latent_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
-        cell = self.pipe.vae_scale_factor_spatial
-        frames = (num_frames - 1) // self.pipe.vae_scale_factor_temporal + 1
-        return base.latent_channels(self.vae), frames, height // cell, width // cell
-
-    def decode(self, latents: Sequence[Tensor], *, width: int, height: int, num_frames: int) -> list[np.ndarray]:
-        self.tile(width, height)
-        return [self._decode(each) for each in latents]  # one by one: a video alone fills the device
-
-    def _decode(self, latents: Tensor) -> np.ndarray:
-        scaled = latents[None].to(self.device, self.vae.dtype) / self.vae.config.scaling_factor
-        frames = self.vae.decode(scaled, return_dict=False)[0][0]
-        return np.stack(self.pixels(frames.permute(1, 0, 2, 3)))
+    def unscaled(self, latents: Tensor) -> Tensor:
+        return latents.to(self.vae.dtype) / self.vae.config.scaling_factor  # type: ignore[no-any-return]
 
 
 def load_encoder(context: LoadContext) -> Encoder:

@@ -24,10 +24,9 @@ class Reference(DiffusersReference):
     def kinds(self, seed: int) -> list[Kind]:
         square, wide = {"width": 64, "height": 64, "num_frames": 5}, {"width": 96, "height": 64, "num_frames": 9}
         away = {"true_cfg": 3.0, "negative_prompt": "people"}
-        kinds: list[Kind] = [
+        return [
             ("text", DiffusionInput("a red cat under an old tree"), {**square, "steps": 4}),
             ("negative", DiffusionInput("a quiet river"), {**wide, "steps": 3, **away}),
             ("little guidance", DiffusionInput("music"), {**square, "steps": 2, "guidance": 1.0}),
             ("one frame", DiffusionInput("a bird"), {**square, "steps": 2, "num_frames": 1}),
         ]
-        return kinds

@@ -16,13 +16,13 @@ from torch import Tensor
 from omnistage.core.errors import InvalidRequestError, UnsupportedModelError
 from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
-from omnistage.core.types import Condition, DiffusionInput, Modality
+from omnistage.core.types import Condition, DiffusionInput
 from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
-from omnistage.engines.peak_memory import META, peak_bytes
 from omnistage.models._diffusers import base
-from omnistage.models._diffusers.base import DiffusersDenoiser, DiffusersEncoder, VaeDecoder
+from omnistage.models._diffusers.base import DiffusersDenoiser, DiffusersEncoder
 from omnistage.models._diffusers.checks import check_frames
 from omnistage.models._diffusers.loading import load_encoder_pipeline
+from omnistage.models._diffusers.video import VideoDecoder
 
 _STEPS, _GUIDANCE, _FRAMES, _FPS = 50, 3.0, 161, 25.0
 _SIZE = (704, 512)
@@ -144,34 +144,18 @@ class Denoiser(DiffusersDenoiser):
         return None
 
 
-class Decoder(VaeDecoder):
-    modality = Modality.VIDEO
+class Decoder(VideoDecoder):
     fps = _FPS
+    ratios = ("vae_spatial_compression_ratio", "vae_temporal_compression_ratio")
 
-    def latent_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
-        cell = self.pipe.vae_spatial_compression_ratio
-        frames = (num_frames - 1) // self.pipe.vae_temporal_compression_ratio + 1
-        return base.latent_channels(self.vae), frames, height // cell, width // cell
+    def unscaled(self, latents: Tensor) -> Tensor:
+        mean, std = (each.view(1, -1, 1, 1, 1).to(latents) for each in (self.vae.latents_mean, self.vae.latents_std))
+        scaled: Tensor = latents * std / self.vae.config.scaling_factor + mean
+        return scaled.to(self.vae.dtype)
 
-    def _decode_peak(self, rows: int, width: int, height: int, num_frames: int) -> int:
-        shape = self.latent_shape(width, height, num_frames)
-        latents = torch.empty(1, *shape, dtype=self.vae.dtype, device=META)  # videos are decoded one by one
-        return peak_bytes(lambda: self.vae.decode(latents, self._timestep(latents)))
-
-    def _timestep(self, latents: Tensor) -> Tensor | None:
+    def conditions(self, latents: Tensor) -> tuple[Tensor, ...]:
         """The VAEs of later versions denoise a last time; how noisy their input is, they are told: not at all."""
-        return latents.new_zeros(1) if self.vae.config.timestep_conditioning else None
-
-    def decode(self, latents: Sequence[Tensor], *, width: int, height: int, num_frames: int) -> list[np.ndarray]:
-        self.tile(width, height)
-        return [self._decode(each) for each in latents]
-
-    def _decode(self, latents: Tensor) -> np.ndarray:
-        batch = latents[None].to(self.device)
-        mean, std = (each.view(1, -1, 1, 1, 1).to(batch) for each in (self.vae.latents_mean, self.vae.latents_std))
-        scaled = (batch * std / self.vae.config.scaling_factor + mean).to(self.vae.dtype)
-        frames = self.vae.decode(scaled, self._timestep(scaled), return_dict=False)[0][0]
-        return np.stack(self.pixels(frames.permute(1, 0, 2, 3)))
+        return (latents.new_zeros(1),) if self.vae.config.timestep_conditioning else ()
 
 
 def load_encoder(context: LoadContext) -> Encoder:

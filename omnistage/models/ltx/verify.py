@@ -38,10 +38,9 @@ class Reference(DiffusersReference):
         square, wide = {"width": 64, "height": 64, "num_frames": 9}, {"width": 96, "height": 64, "num_frames": 17}
         photo = picture(80, 60, seed)
         away = {"guidance": 4.5, "negative_prompt": "people"}
-        kinds: list[Kind] = [
+        return [
             ("text", DiffusionInput("a red cat under an old tree"), {**square, "steps": 4}),
             ("picture", DiffusionInput("a quiet river", (photo,)), {**wide, "steps": 3, **away}),
             ("unguided, slower", DiffusionInput("music"), {**square, "steps": 2, "guidance": 1.0, "fps": 12}),
             ("one frame", DiffusionInput("a bird"), {**square, "steps": 2, "num_frames": 1}),
         ]
-        return kinds

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 from PIL import Image
 
+from omnistage.core.types import DiffusionInput
 from omnistage.models._diffusers import private_api
 from omnistage.models._diffusers.tiny import picture
 from omnistage.models._diffusers.verify import (
     Case,
     DiffusersReference,
     DiffusionResult,
+    Kind,
     Recorder,
     call_arguments,
-    numbered_case,
     to_uint8,
 )
 
@@ -41,16 +41,21 @@ class Reference(DiffusersReference):
         latents = private_api.qwen_image_unpack(recorder.latents, width=width, height=height, vae_scale_factor=factor)
         return DiffusionResult(latents[0], to_uint8(pixels[0]))
 
-    def case(self, number: int, seed: int) -> Case:
-        """Guided and unguided ones in turn; every third one of a model that draws starts from a picture."""
-        width, height = ((64, 64), (96, 64), (64, 128))[number % 3]
-        options: dict[str, object] = {"width": width, "height": height, "guidance": (4.0, 1.0, 2.5)[number % 3]}
-        # Set even where it is None: the default in pipeline.yaml is " ".
-        options["negative_prompt"] = "blurred, grey" if number % 4 != 3 else None
-        images: list[np.ndarray] = []
-        if self.edits:
-            several = 1 + number % 2 if "Plus" in type(self.pipe).__name__ else 1
-            images = [picture(64, 64 + 32 * i, seed + i) for i in range(several)]
-        elif number % 3 == 2:
-            images, options["strength"] = [picture(90, 70, seed)], 0.7
-        return numbered_case(number, seed, images, **options)
+    def kinds(self, seed: int) -> list[Kind]:
+        """Guided and unguided ones; a model that draws starts one of them from a picture."""
+        square, away = {"width": 64, "height": 64, "steps": 2}, {"negative_prompt": "blurred, grey"}
+        wide: dict[str, object] = {"width": 96, "height": 64, "steps": 3}
+        tall: dict[str, object] = {"width": 64, "height": 128, "steps": 4}
+        photos = tuple(picture(64, 64 + 32 * i, seed + i) for i in range(2))
+        few, many = photos[:1], photos if "Plus" in type(self.pipe).__name__ else photos[:1]
+        first = few
+        if not self.edits:
+            few = many = ()
+            first, tall = (picture(90, 70, seed),), {**tall, "strength": 0.7}
+        return [
+            ("guided", DiffusionInput("a red cat under a tree", few), {**square, "guidance": 4.0, **away}),
+            ("unguided", DiffusionInput("a quiet river", many), {**wide, "guidance": 1.0, **away}),
+            ("picture", DiffusionInput("the same at night", first), {**tall, "guidance": 2.5, **away}),
+            # None is set too: the default in pipeline.yaml is " ".
+            ("no negative", DiffusionInput("a bird", many), {**square, "guidance": 4.0, "negative_prompt": None}),
+        ]

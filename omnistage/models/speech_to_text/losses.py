@@ -20,7 +20,7 @@ speech, and above 0.6, from where on Whisper's own code leaves a window out, for
 _SILENCE = 1e-4
 """Samples whose peak is below this (-80 dB) are silent."""
 
-Written = Transcript | UnclearSpeechError
+Outcome = Transcript | UnclearSpeechError
 """What comes of a clip."""
 
 
@@ -55,7 +55,7 @@ class WindowLoss:
 
     model: Any
     extractor: Any
-    kept: Callable[..., Sequence[int]]
+    text_tokens: Callable[..., Sequence[int]]
     decode: Callable[[Sequence[int]], str]
 
     def __call__(self, samples: np.ndarray, features: torch.Tensor, segments: Any) -> UnclearSpeechError | None:
@@ -66,7 +66,7 @@ class WindowLoss:
             result = window[0]["result"]
             row = result["sequences"] if isinstance(result, dict) else result
             tokens = row[window[0]["idxs"][0] :].tolist()
-            whole = len(self.kept(tokens, ended=True)) == len(tokens)
+            whole = len(self.text_tokens(tokens, ended=True)) == len(tokens)
             if whole and not has_ended(tokens, self.model.generation_config):
                 return unfinished(len(tokens), f" between {start:.1f} and {end:.1f} s")
             text = self.decode([token for segment in window for token in segment["tokens"].tolist()])

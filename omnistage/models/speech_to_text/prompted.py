@@ -10,7 +10,7 @@ import numpy as np
 from omnistage.core.errors import UnclearSpeechError
 from omnistage.core.transcripts import Transcript, TranscriptionOptions
 from omnistage.engines.codec.module import Job
-from omnistage.models.speech_to_text.losses import Written, has_ended, unfinished
+from omnistage.models.speech_to_text.losses import Outcome, has_ended, unfinished
 from omnistage.models.speech_to_text.processor import SAMPLE_RATE
 from omnistage.models.speech_to_text.recognizer import SequenceRecognizer, clip_of
 
@@ -56,7 +56,7 @@ class CohereRecognizer(SequenceRecognizer):
         language = options.language or _ENGLISH
         return dict(self.processor(audio=list(clips), language=language, sampling_rate=SAMPLE_RATE))
 
-    def transcribe(self, clips: Sequence[np.ndarray], options: TranscriptionOptions, **hooks: Any) -> list[Written]:
+    def transcribe(self, clips: Sequence[np.ndarray], options: TranscriptionOptions, **hooks: Any) -> list[Outcome]:
         inputs = self.to_device(self.inputs(clips, options))
         parts = inputs.pop("audio_chunk_index")
         rows = self.model.generate(**inputs, **hooks)

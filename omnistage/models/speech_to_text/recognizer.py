@@ -19,7 +19,7 @@ from omnistage.engines.codec.module import UNFINISHED, Job, JobResult, ModuleCom
 from omnistage.hf import transformers
 from omnistage.models.paused import PausedCall
 from omnistage.models.speech_to_text.features import EarlyFeatures
-from omnistage.models.speech_to_text.losses import WindowLoss, Written, has_ended, unfinished, window_frames
+from omnistage.models.speech_to_text.losses import Outcome, WindowLoss, has_ended, unfinished, window_frames
 from omnistage.models.speech_to_text.processor import SAMPLE_RATE
 from omnistage.models.speech_to_text.words import split_words
 
@@ -41,7 +41,7 @@ class _Batch:
     """Clips that are transcribed together."""
 
     request_ids: tuple[str, ...]
-    call: PausedCall[list[Written]]
+    call: PausedCall[list[Outcome]]
     active: set[str]
     """Those of them whose requests have not ended."""
     alone: bool
@@ -76,7 +76,7 @@ class Recognizer(ModuleComponent):
         self._waiting_alone: set[str] = set()
 
     @abstractmethod
-    def transcribe(self, clips: Sequence[np.ndarray], options: TranscriptionOptions, **hooks: Any) -> list[Written]:
+    def transcribe(self, clips: Sequence[np.ndarray], options: TranscriptionOptions, **hooks: Any) -> list[Outcome]:
         """All of it, with `hooks` for the model's `generate`."""
 
     def group(self, job: Job) -> Hashable:
@@ -121,7 +121,7 @@ class Recognizer(ModuleComponent):
         clips, options = [clip_of(job) for job in jobs], clip_of(jobs[0]).options
         live = _LiveText()
 
-        def call(paused: PausedCall[list[Written]]) -> list[Written]:
+        def call(paused: PausedCall[list[Outcome]]) -> list[Outcome]:
             watch = _Watch(paused, self._live_callback(live) if options.stream else None)
             hooks = {"stopping_criteria": transformers.StoppingCriteriaList([watch])}
             with torch.inference_mode():
@@ -275,7 +275,7 @@ class WhisperRecognizer(Recognizer):
             return tokens
         return tokens[: pairs[-1]]
 
-    def transcribe(self, clips: Sequence[np.ndarray], options: TranscriptionOptions, **hooks: Any) -> list[Written]:
+    def transcribe(self, clips: Sequence[np.ndarray], options: TranscriptionOptions, **hooks: Any) -> list[Outcome]:
         features, mask = self._features(clips)
         settings: dict[str, Any] = dict(hooks)
         languages = [options.language or ""] * len(clips)
@@ -365,7 +365,7 @@ class SequenceRecognizer(Recognizer):
     def to_device(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return place(inputs, self.device, self.model.dtype)
 
-    def transcribe(self, clips: Sequence[np.ndarray], options: TranscriptionOptions, **hooks: Any) -> list[Written]:
+    def transcribe(self, clips: Sequence[np.ndarray], options: TranscriptionOptions, **hooks: Any) -> list[Outcome]:
         inputs = self.to_device(self.inputs(clips, options))
         if isinstance(self.model, transformers.GenerationMixin):
             inputs |= hooks
@@ -373,11 +373,11 @@ class SequenceRecognizer(Recognizer):
         rows, language = getattr(output, "sequences", output), self.language(options)
         texts = [self.processor.batch_decode(row[None], skip_special_tokens=True)[0] for row in rows]
         return [
-            self.written(row.tolist(), Transcript(whole=text, seconds=len(clip) / SAMPLE_RATE, language=language))
+            self.outcome(row.tolist(), Transcript(whole=text, seconds=len(clip) / SAMPLE_RATE, language=language))
             for clip, row, text in zip(clips, rows, texts, strict=True)
         ]
 
-    def written(self, ids: Sequence[int], transcript: Transcript) -> Written:
+    def outcome(self, ids: Sequence[int], transcript: Transcript) -> Outcome:
         """The transcript with its tokens, unless the model stopped before their end."""
         if not has_ended(ids, self.model.generation_config):
             return unfinished(len(ids))
@@ -392,7 +392,7 @@ class TransducerRecognizer(SequenceRecognizer):
 
     max_calls = 1
 
-    def written(self, ids: Sequence[int], transcript: Transcript) -> Written:
+    def outcome(self, ids: Sequence[int], transcript: Transcript) -> Outcome:
         return replace(transcript, token_ids=tuple(ids))
 
 

@@ -41,7 +41,7 @@ class Reference(DiffusersReference):
         mask = np.zeros(photo.shape[:2], np.uint8)
         mask[tall // 4 : tall // 2, wide // 4 :] = 255
         guided = {"guidance": 4.5, "negative_prompt": "people"}
-        kinds: list[Kind] = [
+        return [
             ("text", DiffusionInput("a red cat under an old tree"), {**square, "steps": 4}),
             ("text, wide, negative", DiffusionInput("a quiet river"), {**oblong, "steps": 3, **guided}),
             ("image to image", DiffusionInput("the same at night", (photo,)), {**oblong, "steps": 5, "strength": 0.7}),
@@ -52,4 +52,3 @@ class Reference(DiffusersReference):
             ),
             ("unguided", DiffusionInput("music"), {**square, "steps": 2, "guidance": 1.0}),
         ]
-        return kinds

@@ -12,7 +12,6 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -20,12 +19,13 @@ from torch import Tensor, nn
 from omnistage.core.errors import CheckpointError, InvalidRequestError
 from omnistage.core.family import LoadContext
 from omnistage.core.params import DiffusionParams
-from omnistage.core.types import Condition, DiffusionInput, Modality
+from omnistage.core.types import Condition, DiffusionInput
 from omnistage.engines.diffusion.component import EncodeJob, Lane, Row, Tensors
 from omnistage.models._diffusers import base
-from omnistage.models._diffusers.base import DiffusersDenoiser, DiffusersEncoder, VaeDecoder
+from omnistage.models._diffusers.base import DiffusersDenoiser, DiffusersEncoder
 from omnistage.models._diffusers.checks import check_frames
 from omnistage.models._diffusers.loading import Parts, diffusers, load_encoder_pipeline
+from omnistage.models._diffusers.video import VideoDecoder
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, SchedulerMixin
@@ -251,32 +251,21 @@ class Denoiser(DiffusersDenoiser):
         return (num_frames - 1) // self.pipe.vae_scale_factor_temporal + 1, height // cell, width // cell
 
 
-class Decoder(VaeDecoder):
-    modality, dtypes = Modality.VIDEO, _PRECISE
+class Decoder(VideoDecoder):
+    dtypes = _PRECISE
 
     def decode_bytes(self, rows: int, width: int, height: int, num_frames: int) -> int:
-        # One by one, whatever `rows` says. Frames are decoded after one another: beyond some they only pile up.
+        # Frames are decoded after one another: beyond some they only pile up.
         few, more = _PLANNED_FRAMES
         if num_frames <= more:
-            return super().decode_bytes(1, width, height, num_frames)
-        sizes = [super(Decoder, self).decode_bytes(1, width, height, frames) for frames in (few, more)]
+            return super().decode_bytes(rows, width, height, num_frames)
+        sizes = [super(Decoder, self).decode_bytes(rows, width, height, frames) for frames in (few, more)]
         return sizes[1] + (sizes[1] - sizes[0]) * (num_frames - more) // (more - few)
 
-    def latent_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
-        cell, frames = self.pipe.vae_scale_factor_spatial, (num_frames - 1) // self.pipe.vae_scale_factor_temporal + 1
-        return base.latent_channels(self.vae), frames, height // cell, width // cell
-
-    def decode(self, latents: Sequence[Tensor], *, width: int, height: int, num_frames: int) -> list[np.ndarray]:
-        self.tile(width, height)
-        # One by one: a video alone fills the device, and its frames are decoded after one another anyway.
-        return [self._decode(each) for each in latents]
-
-    def _decode(self, latents: Tensor) -> np.ndarray:
-        scaled = latents[None].to(self.device, self.vae.dtype)
+    def unscaled(self, latents: Tensor) -> Tensor:
+        scaled = latents.to(self.vae.dtype)
         mean, std = base.latent_statistics(self.vae.config, scaled)
-        # Divided by the inverse, as diffusers does, for the same rounding.
-        frames = self.vae.decode(scaled / (1.0 / std) + mean, return_dict=False)[0][0]
-        return np.stack(self.pixels(frames.permute(1, 0, 2, 3)))
+        return scaled / (1.0 / std) + mean  # divided by the inverse, as diffusers does, for the same rounding
 
 
 def load_encoder(context: LoadContext) -> Encoder:

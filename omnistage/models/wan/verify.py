@@ -8,12 +8,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from omnistage.core.params import DiffusionParams
 from omnistage.core.types import DiffusionInput
 from omnistage.models._diffusers.base import latent_statistics
 from omnistage.models._diffusers.loading import diffusers
 from omnistage.models._diffusers.tiny import picture
-from omnistage.models._diffusers.verify import Case, DiffusersReference, DiffusionResult, call_arguments
+from omnistage.models._diffusers.verify import Case, DiffusersReference, DiffusionResult, Kind, call_arguments
 from omnistage.models.wan.components import picture_counts, takes_pictures
 
 
@@ -55,23 +54,18 @@ class Reference(DiffusersReference):
         decoded = self.pipe.vae.decode(latents[None] / (1.0 / std) + mean, return_dict=False)[0]
         return DiffusionResult(latents, self.video(decoded))
 
-    def cases(self, count: int, seed: int) -> list[Case]:
-        """Small videos of every kind that the checkpoint makes."""
+    def kinds(self, seed: int) -> list[Kind]:
+        """Every other one with as many pictures as the checkpoint takes at the most, the others with the fewest."""
         index = {**self.pipe.config, "_class_name": type(self.pipe).__name__}
         photos = picture(80, 60, seed), picture(64, 64, seed + 1)
         counts = picture_counts(self.pipe) if takes_pictures(index) else (0, 0)
+        few, many = (photos[:count] for count in counts)
         square, wide, tall = ({"width": w, "height": h} for w, h in ((64, 64), (96, 64), (64, 96)))
         away = {"guidance": 3.5, "negative_prompt": "people"}
-        kinds: list[tuple[str, str, dict[str, object]]] = [
-            ("guided", "a red cat under an old tree", {**square, "num_frames": 5, "steps": 4}),
-            ("wide, negative", "a quiet river", {**wide, "num_frames": 9, "steps": 3, **away}),
-            ("unguided", "music", {**tall, "num_frames": 5, "steps": 5, "guidance": 1.0}),
-            ("one frame", "a bird", {**square, "num_frames": 1 if counts[1] < 2 else 5, "steps": 2}),
+        kinds: list[Kind] = [
+            ("guided", DiffusionInput("a red cat under a tree", few), {**square, "num_frames": 5, "steps": 4}),
+            ("wide", DiffusionInput("a quiet river", many), {**wide, "num_frames": 9, "steps": 3, **away}),
+            ("unguided", DiffusionInput("music", few), {**tall, "num_frames": 5, "steps": 5, "guidance": 1.0}),
+            ("short", DiffusionInput("a bird", many), {**square, "num_frames": 1 if counts[1] < 2 else 5, "steps": 2}),
         ]
-        cases = []
-        for number in range(count):
-            name, prompt, options = kinds[number % len(kinds)]
-            images = photos[: counts[number % 2]]
-            params = DiffusionParams.parse({**options, "seed": seed + number})
-            cases.append(Case(f"{name}, {len(images)} pictures {number + 1}", DiffusionInput(prompt, images), params))
-        return cases
+        return [(f"{name}, {len(payload.images)} pictures", payload, settings) for name, payload, settings in kinds]

@@ -6,14 +6,15 @@ from pathlib import Path
 
 from PIL import Image
 
+from omnistage.core.types import DiffusionInput
 from omnistage.models._diffusers.tiny import picture
 from omnistage.models._diffusers.verify import (
     Case,
     DiffusersReference,
     DiffusionResult,
+    Kind,
     Recorder,
     call_arguments,
-    numbered_case,
     to_uint8,
 )
 
@@ -36,11 +37,13 @@ class Reference(DiffusersReference):
         pixels = pipe(prompt=payload.prompt, callback_on_step_end=recorder, output_type="np", **arguments).images
         return DiffusionResult(recorder.latents[0], to_uint8(pixels[0]))
 
-    def case(self, number: int, seed: int) -> Case:
-        """Guided and unguided ones in turn; every third one starts from a picture."""
-        width, height = ((64, 64), (96, 64), (48, 80))[number % 3]
-        guidance, negative = (5.0, 0.0, 2.5, 1.0)[number % 4], (None, "blurred, grey")[number // 2 % 2]
-        options = {"width": width, "height": height, "guidance": guidance, "negative_prompt": negative}
-        if number % 3 == 2:
-            return numbered_case(number, seed, [picture(90, 70, seed)], **options, strength=0.7)
-        return numbered_case(number, seed, [], **options)
+    def kinds(self, seed: int) -> list[Kind]:
+        square, away = {"width": 64, "height": 64, "steps": 2}, {"negative_prompt": "blurred, grey"}
+        wide, tall = {"width": 96, "height": 64, "steps": 3}, {"width": 48, "height": 80, "steps": 4}
+        photo = picture(90, 70, seed)
+        return [
+            ("guided", DiffusionInput("a quick brown fox in the garden"), {**square, "guidance": 5.0}),
+            ("unguided", DiffusionInput("a quiet river"), {**wide, "guidance": 0.0}),
+            ("picture", DiffusionInput("at night", (photo,)), {**tall, "guidance": 2.5, "strength": 0.7, **away}),
+            ("guidance 1, negative", DiffusionInput("music"), {**square, "guidance": 1.0, **away}),
+        ]

@@ -100,8 +100,6 @@ class ExtensionFields(WireModel):
         default=None, description="SGLang's form of structured_outputs.json."
     )
     allowed_token_ids: Annotated[tuple[int, ...], max_items(MAX_ALLOWED_IDS)] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = Field(default=None, description="Without effect.")
     request_id: str | None = Field(
         default=None, max_length=256, description="Without effect; send the header X-Request-Id."

@@ -38,9 +38,8 @@ from omnistage.server.http.openapi import bounds_of, response_docs
 from omnistage.server.http.routing import api_router
 from omnistage.server.http.sse import event, stream_response
 from omnistage.server.observe.audit import note_ignored
-from omnistage.server.openai.base import WireModel
 from omnistage.server.openai.files import CONTENT_TYPES
-from omnistage.server.openai.request_models import Finite, LoraField, Size, diffusion_params
+from omnistage.server.openai.request_models import DrawingFields, Finite, diffusion_params
 from omnistage.server.openai.response_models import TokenCounts
 from omnistage.server.openai.running import Running, final_output
 from omnistage.server.service import ServedModel, Service
@@ -62,15 +61,13 @@ _FEW_STEPS = 4
 # ------------------------------------------------------------------------------------------------------- models
 
 
-class ImageRequest(WireModel):
+class ImageRequest(DrawingFields):
     """`POST /v1/images/generations`, and the fields of `/v1/images/edits` that are not files."""
 
     model_config = ConfigDict(json_schema_extra=bounds_of(DiffusionParams))
 
     model: str | None = Field(default=None, description="May be left out where one model is served.")
-    prompt: str = Field(min_length=1, max_length=32_000)
     n: int | None = Field(default=None, ge=1, le=10)
-    size: Size | None = Field(default=None, description="WIDTHxHEIGHT, or auto.")
     response_format: Literal["b64_json", "url"] | None = None
     output_format: Literal["png", "jpeg", "webp"] = "png"
     output_compression: int | None = Field(default=None, ge=0, le=100)
@@ -84,12 +81,6 @@ class ImageRequest(WireModel):
     input_fidelity: str | None = None
     background: Literal["opaque", "auto"] | None = None
     # Ours
-    steps: int | None = None
-    guidance: Finite | None = None
-    true_cfg: Finite | None = None
-    negative_prompt: str | None = None
-    seed: int | None = None
-    lora: LoraField = None
     strength: Finite | None = None
     control_scale: Finite | None = None
     strict_size: bool = Field(default=False, description="Refuse OpenAI's sizes, too, that the model cannot draw.")
@@ -97,10 +88,7 @@ class ImageRequest(WireModel):
     num_inference_steps: int | None = Field(default=None, description="As steps.")
     guidance_scale: Finite | None = Field(default=None, description="As guidance.")
     true_cfg_scale: Finite | None = Field(default=None, description="As true_cfg.")
-    scheduler: str | None = None
     progress: bool = Field(default=False, description="A stream also reports each step.")
-    priority: int = 0
-    timeout: Finite | None = None
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Optional
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, WithJsonSchema, create_model, field_validator
 
 from omnistage.core.errors import InvalidRequestError
 from omnistage.core.params import MAX_MIXED_ADAPTERS, Adapters, DiffusionParams, SamplingParams
@@ -69,16 +70,52 @@ LoraField = Annotated[
 ]
 
 
-class SamplesText(WireModel):
+NOT_EXPOSED = frozenset({"suppress_token_ids"})
+"""Sampling parameters that no request sets."""
+_OF_OTHER_FORM = frozenset({"max_tokens", "logprobs", "structured", "n", "top_k", "seed", "stop", "stop_token_ids"}) | {
+    *("logit_bias", "allowed_token_ids", "lora", "min_tokens", "skip_special_tokens")
+}
+"""Those that endpoints declare themselves: their names, types or limits are OpenAI's, or some endpoints lack them."""
+_BOUNDS = (Ge, Gt, Le, Lt)
+
+
+def _as_sent(name: str) -> tuple[object, None]:
+    """A sampling parameter as clients send it: it may be left out, and its bounds are checked where it becomes one."""
+    field = SamplingParams.model_fields[name]
+    plain: object = field.annotation
+    for item in field.metadata:
+        plain = plain if isinstance(item, _BOUNDS) else Annotated[plain, item]
+    return Optional[plain], None  # noqa: UP045  # `|` is not for `Annotated`
+
+
+if TYPE_CHECKING:
+    _Parameters = WireModel
+else:
+    _derived = SamplingParams.model_fields.keys() - NOT_EXPOSED - _OF_OTHER_FORM
+    _Parameters = create_model("Parameters", __base__=WireModel, **{name: _as_sent(name) for name in sorted(_derived)})
+
+
+class SamplesText(_Parameters):
     """A request that samples text. Each of its fields that is named like a sampling parameter sets it.
 
-    A parameter must be such a field, or be set in `sampling_params`, or be listed as not exposed: a test checks it, so
-    that a new parameter is not forgotten here.
+    It has a field for every sampling parameter but those of `_OF_OTHER_FORM`, which endpoints declare, set in
+    `sampling_params`, or list as not exposed: a test checks it.
     """
 
-    not_exposed: ClassVar[frozenset[str]] = frozenset({"suppress_token_ids"})
+    not_exposed: ClassVar[frozenset[str]] = NOT_EXPOSED
     derived: ClassVar[frozenset[str]] = frozenset({"max_tokens", "logprobs", "structured"})
     """Parameters that `sampling_params` sets from fields of other names or types."""
+
+    model: str | None = Field(default=None, description="May be left out where one model is served.")
+    stream: bool | None = False
+    stop: Annotated[str | tuple[str, ...], max_items(MAX_STOP)] | None = None
+    seed: Seed | None = None
+    user: str | None = None
+    # Ours
+    top_k: TopK | None = None
+    lora: LoraField = None
+    priority: int = 0
+    timeout: Finite | None = None
 
     def sampling_params(self, max_tokens_field: str, **derived: object) -> SamplingParams | None:
         """The sampling parameters that the request sets; None: it sets none."""
@@ -102,29 +139,14 @@ class SamplingFields(SamplesText, ExtensionFields):
 
     model_config = ConfigDict(json_schema_extra=bounds_of(SamplingParams, max_completion_tokens="max_tokens"))
 
-    model: str | None = Field(default=None, description="May be left out where one model is served.")
-    temperature: Finite | None = None
-    top_p: Finite | None = None
     n: int | None = None
-    stream: bool | None = False
     stream_options: StreamOptions | None = None
-    stop: Annotated[str | tuple[str, ...], max_items(MAX_STOP)] | None = None
-    presence_penalty: Finite | None = None
-    frequency_penalty: Finite | None = None
     logit_bias: Annotated[dict[int, Finite], max_items(MAX_LOGIT_BIAS)] | None = None
-    seed: Seed | None = None
-    user: str | None = None
     # Ours
-    top_k: TopK | None = None
-    min_p: Finite | None = None
-    repetition_penalty: Finite | None = None
     min_tokens: int | None = None
-    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     stop_token_ids: Annotated[tuple[int, ...], max_items(MAX_STOP)] | None = None
     return_token_ids: bool | None = Field(default=None, description="Send the ids of generated tokens, as vLLM does.")
-    lora: LoraField = None
-    priority: int = 0
-    timeout: Finite | None = None
 
     # Of a field: it costs nothing where that is not sent.
     @field_validator("stream_options")
@@ -133,6 +155,23 @@ class SamplingFields(SamplesText, ExtensionFields):
         if options is not None and not info.data.get("stream"):
             raise ValueError("is for streams; send stream: true, or leave it out")
         return options
+
+
+class DrawingFields(WireModel):
+    """What requests for images and videos share. Each field that is named like a diffusion parameter sets it."""
+
+    prompt: str = Field(min_length=1, max_length=32_000)
+    size: Size | None = Field(default=None, description="WIDTHxHEIGHT, or auto.")
+    # Ours
+    steps: int | None = None
+    guidance: Finite | None = None
+    true_cfg: Finite | None = None
+    negative_prompt: str | None = None
+    seed: int | None = None
+    lora: LoraField = None
+    scheduler: str | None = None
+    priority: int = 0
+    timeout: Finite | None = None
 
 
 def diffusion_params(request: WireModel, size: str | None, **derived: object) -> DiffusionParams:

@@ -73,7 +73,7 @@ def to_float8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # By the bits: exact on every device.
     exponents = (largest.view(torch.int32) >> _MANTISSA_BITS) - _BIAS - TOP_EXPONENT
     exponents = exponents.clamp(-MAX_EXPONENT, MAX_EXPONENT)
-    # Infinity would become a number, and the failure an answer; less itself it is NaN, and 0 for all others.
+    # x - x is NaN where x is infinite, else 0: rounding alone would hide an overflow behind a finite number.
     scaled = values * _power(-exponents)[..., None] + (largest - largest)[..., None]
     return scaled.to(FLOAT8), exponents.to(torch.int8)
 

@@ -69,13 +69,22 @@ class Sampler:
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         eos_token_ids: Sequence[int] = (),
+        suppress_token_ids: Iterable[int] = (),
+        suppress_ignored_ends: bool = False,
         on_host: bool | None = None,
     ) -> None:
-        """`on_host`: select in numpy, which is faster where the logits are in the host's memory, and the default."""
+        """`suppress_token_ids`: what the model never samples, whatever a request says; `suppress_ignored_ends`: nor end
+        tokens where a request ignores them, for models whose tokens are codes: an end cannot be passed on there.
+
+        `on_host`: select in numpy, which is faster where the logits are in the host's memory, and the default.
+        """
         self._vocab_size = vocab_size
         self._arrays = Arrays(device, host=device.type == "cpu" if on_host is None else on_host)
         self._tokenizer = tokenizer
         self._eos = tuple(dict.fromkeys(eos for eos in eos_token_ids if 0 <= eos < vocab_size))
+        self._suppressed = frozenset(token for token in suppress_token_ids if 0 <= token < vocab_size)
+        self._suppressed_ids = _ascending(self._suppressed)
+        self._suppresses_ends = suppress_ignored_ends
         self._states: dict[str, RowState] = {}
         self.constrained: dict[str, GrammarState] = {}
         """The states of the requests that have a grammar."""
@@ -103,7 +112,7 @@ class Sampler:
                     raise InvalidRequestError(
                         f"token {token} is outside the vocabulary (0 to {self._vocab_size - 1})", param=param
                     )
-        suppressed = set(params.suppress_token_ids)
+        suppressed = self._suppressed_for(params)
         if params.allowed_token_ids is not None and suppressed.issuperset(params.allowed_token_ids):
             raise InvalidRequestError("suppress_token_ids removes every allowed token", param="allowed_token_ids")
         if len(suppressed) >= self._vocab_size:
@@ -117,6 +126,12 @@ class Sampler:
                     param="structured",
                 )
             self._grammars().compile(params.structured)
+
+    def _suppressed_for(self, params: SamplingParams) -> frozenset[int]:
+        """What a request never samples."""
+        ends = self._eos if params.ignore_eos and self._suppresses_ends else ()
+        more = {*params.suppress_token_ids, *ends}
+        return self._suppressed if self._suppressed.issuperset(more) else self._suppressed | more
 
     def _grammars(self) -> GrammarCompiler:
         if self._tokenizer is None:
@@ -135,7 +150,7 @@ class Sampler:
         if key in self._states:
             raise InternalError(f"the sampler already holds request {key!r}")
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        state = RowState(params, stream=mix(seed))
+        state, suppressed = RowState(params, stream=mix(seed)), self._suppressed_for(params)
         if params.repetition_penalty != 1.0:
             token_ids = [token for token in set(prompt_token_ids) if 0 <= token < self._vocab_size]
             counts = np.zeros(self._vocab_size, dtype=np.int32)
@@ -148,9 +163,9 @@ class Sampler:
             values = [value for _, value in sorted(params.logit_bias.items())]
             state.bias_values = np.array(values, dtype=np.float32)
         if params.allowed_token_ids is not None:
-            state.allowed = _ascending(set(params.allowed_token_ids).difference(params.suppress_token_ids))
-        elif params.suppress_token_ids:
-            state.suppressed = _ascending(params.suppress_token_ids)
+            state.allowed = _ascending(set(params.allowed_token_ids) - suppressed)
+        elif suppressed:
+            state.suppressed = self._suppressed_ids if suppressed is self._suppressed else _ascending(suppressed)
         stops = dict.fromkeys((*params.stop_token_ids, *(() if params.ignore_eos else self._eos)))
         if params.min_tokens and stops:
             state.stops = _ascending(stops)

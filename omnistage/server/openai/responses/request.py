@@ -20,7 +20,7 @@ from omnistage.server.observe.audit import note_ignored
 from omnistage.server.openai.base import MAX_MODALITIES, IgnoredOptions, Metadata, WireModel, max_items, only
 from omnistage.server.openai.chat.messages import MAX_MESSAGES, UncheckedMessages
 from omnistage.server.openai.extensions import STRUCTURED_PATHS, Effort, StructuredOutputs
-from omnistage.server.openai.request_models import MAX_STOP, AudioOptions, Finite, LoraField, SamplesText, Seed, TopK
+from omnistage.server.openai.request_models import AudioOptions, Finite, SamplesText
 from omnistage.server.openai.responses.tools import ResponseToolFields, as_messages
 from omnistage.server.openai.tools import ExactSchema, JsonSchema
 
@@ -123,7 +123,6 @@ class ResponsesRequest(SamplesText, ResponseToolFields):
     """`POST /v1/responses`. The items of `input` are checked where their media are decoded."""
 
     model_config = ConfigDict(json_schema_extra=bounds_of(SamplingParams, max_output_tokens="max_tokens"))
-    derived: ClassVar[frozenset[str]] = frozenset({"max_tokens", "structured", "logprobs"})
     not_exposed: ClassVar[frozenset[str]] = SamplesText.not_exposed | {
         "n",
         "logit_bias",
@@ -133,20 +132,16 @@ class ResponsesRequest(SamplesText, ResponseToolFields):
         "skip_special_tokens",
     }
 
-    model: str | None = Field(default=None, description="May be left out where one model is served.")
     input: Annotated[str | UncheckedMessages, max_items(MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: Finite | None = None
+    temperature: Finite | None = None  # this and top_p are echoed
     top_p: Finite | None = None
-    lora: LoraField = None
-    stream: bool | None = False
     stream_options: ResponseStreamOptions | None = None
     text: TextOptions = TextOptions()
     # OpenAI's, without effect on the result
     metadata: Metadata | None = None
     store: bool | None = Field(default=None, description="Whether later requests may continue it; by default they may.")
-    user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -172,21 +167,10 @@ class ResponsesRequest(SamplesText, ResponseToolFields):
     previous_response_id: str | None = Field(default=None, max_length=256)
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     # vLLM's
-    top_k: TopK | None = None
-    min_p: Finite | None = None
-    presence_penalty: Finite | None = None
-    frequency_penalty: Finite | None = None
-    repetition_penalty: Finite | None = None
-    stop: Annotated[str | tuple[str, ...], max_items(MAX_STOP)] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     # Ours
     modalities: Annotated[tuple[Literal["text", "audio"], ...], max_items(MAX_MODALITIES)] | None = None
     audio: AudioOptions | None = None
-    seed: Seed | None = None
-    priority: int = 0
-    timeout: Finite | None = None
 
     @property
     def wants_logprobs(self) -> bool:

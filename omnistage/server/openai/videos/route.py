@@ -34,7 +34,7 @@ from omnistage.server.http.openapi import Json, response_docs
 from omnistage.server.http.routing import api_router
 from omnistage.server.observe.audit import CURRENT_RECORD
 from omnistage.server.openai.base import WireModel
-from omnistage.server.openai.request_models import Finite, LoraField, Size, diffusion_params
+from omnistage.server.openai.request_models import DrawingFields, Finite, diffusion_params
 from omnistage.server.openai.videos.jobs import Job, Status, new_job
 from omnistage.server.service import ServedModel
 
@@ -52,26 +52,15 @@ class ImageReference(WireModel):
     image_url: str = Field(description="A data URL.")
 
 
-class VideoRequest(WireModel):
+class VideoRequest(DrawingFields):
     """`POST /v1/videos`, as JSON or as a form; in a form `input_reference` may be a file."""
 
     model: str
-    prompt: str = Field(min_length=1, max_length=32_000)
-    size: Size | None = Field(default=None, description="WIDTHxHEIGHT.")
     seconds: Finite | None = Field(default=None, gt=0, le=3600)
     input_reference: ImageReference | None = Field(default=None, description="The first frame.")
     # Ours
-    steps: int | None = None
-    guidance: Finite | None = None
-    true_cfg: Finite | None = None
-    negative_prompt: str | None = None
-    seed: int | None = None
-    lora: LoraField = None
-    scheduler: str | None = None
     num_frames: int | None = Field(default=None, description="Instead of seconds.")
     fps: Finite | None = None
-    priority: int = 0
-    timeout: Finite | None = None
 
     def diffusion_params(self, native_fps: float) -> DiffusionParams:
         if self.seconds is None:

@@ -47,6 +47,10 @@ class PackedInt8Linear(nn.Linear):
         weight: torch.Tensor = torch.ops.quantized.linear_unpack(self._packed)[0].dequantize()
         return weight
 
+    @property
+    def weight_bytes(self) -> int:
+        return self.out_features * (self.in_features + 4)
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         # Few operators: of a small model each costs as much as a part of its product.
         if not input.numel():
