@@ -7,7 +7,6 @@ to the decoder (`capture.py`); the rows that arrive there are the item's, whatev
 from __future__ import annotations
 
 import gc
-import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from omnistage.core.family import LoadContext
 from omnistage.core.types import ARInput, MediaSpan, Modality, RequestInfo
 from omnistage.engines.ar.component import ARComponent
 from omnistage.hf import transformers
-from omnistage.models._qwen_omni.positions import vision_bytes
+from omnistage.models._qwen_omni.positions import rope_positions, vision_bytes
 from omnistage.models.causal_lm.component import CausalLM, read_model
 from omnistage.models.causal_lm.component import load as load_causal_lm
 from omnistage.models.loading import nested_settings, read_auto_config
@@ -97,12 +96,8 @@ class MultimodalLM(CausalLM):
             payload = replace(payload, both_ways=self._both_ways(payload))
         if self._rope is None or not payload.media:
             return payload
-        ids = torch.tensor([payload.token_ids])
-        values = {**payload.context, "attention_mask": torch.ones_like(ids)}
-        rule: Any = self._rope.get_rope_index
-        arguments = {name: values[name] for name in inspect.signature(rule).parameters if name in values}
-        positions, delta = rule(ids, **arguments)
-        return replace(payload, positions=positions[:, 0], position_delta=int(delta))
+        positions, delta = rope_positions(self._rope, payload.token_ids, payload.context)
+        return replace(payload, positions=positions, position_delta=int(delta))
 
     def _both_ways(self, payload: ARInput) -> tuple[tuple[int, int], ...]:
         """The runs of those tokens that attend to later ones of their run, in its media."""
