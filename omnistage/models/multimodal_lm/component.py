@@ -169,9 +169,10 @@ def load(context: LoadContext) -> ARComponent:
     from omnistage.models.multimodal_lm.own_cache import OwnCacheMultimodalLM
 
     gc.collect()
-    if processor is not None:
-        processor.use_whole_prompts()
-        processor.check_media()
+    if processor is None:  # what sequences keep of media is in the plan
+        processor = MultimodalProcessor.load(folder)
+    processor.use_whole_prompts()
+    processor.check_media()
     model, tokenizer = read_model(context, auto)
     settings = model.generation_config
     try:
