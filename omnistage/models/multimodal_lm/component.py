@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
     from omnistage.engines.ar.sharding import RankGroup
 
+_BESIDE = ("cross_attention_layers", "cross_layer_interval")
+"""Settings of decoders some of whose layers attend to media."""
+
 
 class MultimodalLM(CausalLM):
     """Adapter around the decoder and head of `AutoModelForMultimodalLM`, with all that the model has before them."""
@@ -185,6 +188,9 @@ def load(context: LoadContext) -> ARComponent:
 
 def _paged(context: LoadContext, auto: Any, processor: MultimodalProcessor | None) -> MultimodalLM:
     """The component on the paged engine, compared with transformers on prompts with media."""
+    config = read_auto_config(context.model.folder).get_text_config()
+    if any(getattr(config, name, None) for name in _BESIDE):  # without weights nothing else shows it
+        raise UnsupportedModelError(f"layers of a {config.model_type} attend to pictures beside the text")
     component = load_causal_lm(context, MultimodalLM, auto)
     if len(component.attention_modules) != len(component.spec.kv_shapes):  # on the meta device nothing else shows it
         raise UnsupportedModelError(f"{type(component.model).__name__} computes attention in its own code")
