@@ -184,10 +184,13 @@ def test_the_memory_plan_has_its_keys_and_what_a_sequence_keeps(component: Group
     assert needs.max_running == 4
 
 
-def test_it_is_planned_before_it_is_read(folder: Path) -> None:
-    needs = ar_needs(load(context_of(folder, "meta")), ARBudget(block_size=8), cuda=False)
+def test_it_is_planned_before_it_is_read(folder: Path, component: GroupedMultimodalLM) -> None:
+    planned = load(context_of(folder, "meta"))
+    needs = ar_needs(planned, ARBudget(block_size=8), cuda=False)
     assert needs.block_bytes > 0
     assert needs.memory.activations > 0
+    assert planned.spec.held_bytes == component.spec.held_bytes
+    assert (planned.spec.held_bytes > 0) is (component.model.config.model_type != "paligemma")
 
 
 def replace_running(budget: ARBudget, count: int) -> ARBudget:

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from omnistage import compat
 from omnistage.core.errors import CheckpointError, ConfigError, MissingDependencyError
 from omnistage.models import _tiny_common as common
-from omnistage.models._qwen_omni.expansion import video_options
 from omnistage.models._qwen_omni.tiny import hub_name, write_processor
+from omnistage.models._qwen_omni.video_options import video_options
 from omnistage.models.causal_lm import tiny as causal_lm
 from omnistage.models.qwen2_5_omni import tiny as omni
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,21 +32,27 @@ def with_positions(
     context = payload.context
     if "image_grid_thw" not in context and "video_grid_thw" not in context:
         return payload
-    if use_audio_in_video is None:
-        use_audio_in_video = bool(context["use_audio_in_video"].item())
-    ids = torch.tensor([text_ids])
-    positions, delta = model.get_rope_index(
-        ids,
-        image_grid_thw=context.get("image_grid_thw"),
-        video_grid_thw=context.get("video_grid_thw"),
-        attention_mask=torch.ones_like(ids),
-        use_audio_in_video=use_audio_in_video,
-        audio_seqlens=context.get("audio_seqlens"),
-        second_per_grids=context.get("video_second_per_grid"),
-    )
+    values = {**context, "second_per_grids": context.get("video_second_per_grid")}
+    if use_audio_in_video is not None:
+        values["use_audio_in_video"] = torch.tensor(use_audio_in_video)
+    positions, delta = rope_positions(model, text_ids, values)
     if not after_largest:
-        delta = positions[0, 0, -1] + 1 - len(text_ids)
-    return replace(payload, positions=positions[:, 0], position_delta=delta.item())
+        delta = positions[0, -1] + 1 - len(text_ids)
+    return replace(payload, positions=positions, position_delta=delta.item())
+
+
+def rope_positions(
+    module: torch.nn.Module, token_ids: Sequence[int], values: Mapping[str, torch.Tensor | None]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """m-RoPE positions `[3, n]` of a prompt by the module's own `get_rope_index`, and what it counts on from.
+
+    Of `values`, those that it takes.
+    """
+    rule: Any = module.get_rope_index
+    ids = torch.tensor([token_ids])
+    known = {**values, "attention_mask": torch.ones_like(ids)}
+    positions, delta = rule(ids, **{name: known[name] for name in inspect.signature(rule).parameters if name in known})
+    return positions[:, 0], delta
 
 
 def vision_bytes(config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> int:

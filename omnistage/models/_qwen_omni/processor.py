@@ -1,11 +1,13 @@
-"""Chats with text, images, audio and video into a thinker's input, by `transformers`' own processor."""
+"""Chats with text, images, audio and video into a thinker's input, as any multimodal LM's.
+
+What is more here: a video and its sound are one item of the processor's and two of the engine's, which take turns in
+the prompt; positions are computed from seconds; how a clip is encoded may depend on those beside it.
+"""
 
 from __future__ import annotations
 
-import threading
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,57 +15,103 @@ import numpy as np
 import torch
 
 from omnistage.compat import prepare_torchvision
-from omnistage.core.cancellation import locked
 from omnistage.core.errors import CheckpointError, InvalidRequestError, LimitExceededError, MediaError
-from omnistage.core.messages import (
-    PLAIN_TEMPLATE,
-    AudioPart,
-    ChatMessage,
-    ImagePart,
-    TemplateOptions,
-    TextPart,
-    VideoPart,
-)
+from omnistage.core.messages import PLAIN_TEMPLATE, ChatMessage, Part, TemplateOptions, VideoPart
 from omnistage.core.types import ARInput, MediaSpan, Modality, OmniTokensPrompt
 from omnistage.hf import transformers
 from omnistage.media.budget import current_hold
 from omnistage.media.hashing import content_key
-from omnistage.models._qwen_omni.expansion import expand, video_default, video_options
-from omnistage.models.chat_template import ChatProcessor, ChatTemplate, ToolSpec, Turn, joined_texts, turn_of
+from omnistage.models._qwen_omni.video_options import video_default, video_options
+from omnistage.models.chat_template import ToolSpec
 from omnistage.models.loading import positive
-from omnistage.models.prompts import GuardedText, PromptTokenizer, tokens_input
+from omnistage.models.multimodal_lm.items import ItemProcessor, Media, MediaItem
+from omnistage.models.multimodal_lm.processor import MultimodalProcessor
+from omnistage.models.prompts import GuardedText, tokens_input
 
 if TYPE_CHECKING:
     from PIL import Image
-    from transformers import BatchFeature, PreTrainedConfig, ProcessorMixin
+    from transformers import PreTrainedConfig, ProcessorMixin
+
+    from omnistage.core.clips import VideoClip
+    from omnistage.models.prompts import PromptTokenizer
 
 AUDIO_RATE = 16_000
 _AUDIO_INPUTS = ("input_features", "feature_attention_mask")
+_INPUTS = {
+    Modality.IMAGE: ("pixel_values", "image_grid_thw"),
+    Modality.VIDEO: ("pixel_values_videos", "video_grid_thw"),
+    Modality.AUDIO: _AUDIO_INPUTS,
+}
+"""Of the model's forward, by kind: contents, and what says how they lie."""
+_CONTEXT = ("image_grid_thw", "video_grid_thw", "video_second_per_grid")
 _MIN_SECONDS = 0.03
 """Less gives the audio encoder no output row, and positions cannot be computed beside pictures."""
 
 
-@dataclass(slots=True)
-class _Media:
-    """A chat's media in the order in which the template names them."""
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """The media of a chat by kind."""
 
-    images: list[Image.Image] = field(default_factory=list)
-    audios: list[np.ndarray] = field(default_factory=list)
-    tracks: list[int | None] = field(default_factory=list)
-    """For each of the audios, the video whose sound it is; None: it stands alone."""
-    videos: list[np.ndarray] = field(default_factory=list)
-    fps: list[float] = field(default_factory=list)
-    with_audio: set[bool] = field(default_factory=set)
+    images: Sequence[Image.Image]
+    videos: Sequence[VideoClip]
+    audios: Sequence[np.ndarray]
+    """With the sound of videos."""
 
-    @property
-    def use_audio_in_video(self) -> bool:
-        return self.with_audio == {True}
+    @classmethod
+    def of(cls, media: Sequence[Media]) -> _Chat:
+        images, videos = ([value for kind, value in media if kind is each] for each in (Modality.IMAGE, Modality.VIDEO))
+        return cls(images, videos, [samples for one in media if (samples := _sound(one)) is not None])
 
 
-class QwenOmniProcessor(ChatProcessor, ABC):
+class OmniItems(ItemProcessor):
+    """Items of the Qwen-Omni processors; a video may have its sound with it."""
+
+    longest = 0
+    """Samples of the longest clip of the chat."""
+
+    def __init__(self, processor: ProcessorMixin, prompts: PromptTokenizer) -> None:
+        super().__init__(processor, prompts)
+        self._processor.return_mm_token_type_ids = False  # type: ignore[attr-defined]
+
+    def arguments(self, media: Sequence[Media]) -> dict[str, Any]:
+        options = super().arguments(media)
+        sounds = _Chat.of(media).audios
+        if media[0][0] is Modality.VIDEO:
+            options |= video_options(self._processor, media[0][1].fps, [0 for _ in sounds], bool(sounds))
+        if sounds:
+            options |= {"audio": sounds, "audio_kwargs": {"sampling_rate": AUDIO_RATE}}
+        return options
+
+    def items_of(self, kind: Modality, placeholder: tuple[str, int], values: Sequence[Any]) -> list[MediaItem]:
+        """Pictures or clips in one call of the processor, which takes longer than what it does for a small one.
+
+        `placeholder`: as text, and as a token.
+        """
+        text, outputs = self.call("\n".join([placeholder[0]] * len(values)), [(kind, value) for value in values])
+        contents, layout = _INPUTS[kind]
+        layouts = outputs[layout].split(1)
+        rows = [int(each.prod()) if kind is Modality.IMAGE else 1 for each in layouts]
+        items = []
+        for expanded, part, each in zip(text.split("\n"), outputs[contents].split(rows), layouts, strict=True):
+            ids = (placeholder[1],) * expanded.count(placeholder[0])
+            if not ids:
+                raise _too_short()
+            items.append(
+                MediaItem(kind, expanded, ids, {"input_ids": torch.tensor([ids]), contents: part, layout: each})
+            )
+        return items
+
+    def padded_samples(self, longest: int) -> int:
+        """To which each clip is padded where the longest of the chat has so many."""
+        del longest
+        return int(self.audio_processor.n_samples)
+
+
+class QwenOmniProcessor(MultimodalProcessor):
     """Thread-safe: `transformers`' processor is used by one thread at a time."""
 
-    input_modalities = frozenset({Modality.TEXT, Modality.IMAGE, Modality.AUDIO, Modality.VIDEO})
+    item_processor = OmniItems
+    items: OmniItems
 
     def __init__(
         self,
@@ -72,43 +120,32 @@ class QwenOmniProcessor(ChatProcessor, ABC):
         voices: Sequence[str],
         *,
         placeholders: tuple[int, int, int],
-        position_id_per_seconds: float,
-        seconds_per_chunk: float,
     ) -> None:
-        """`placeholders` are the token ids of images, audio and videos; the rest is how sound and pictures are
-        interleaved."""
-        self._processor = processor
-        self._text_config = thinker.text_config
-        self._placeholders = dict(zip((Modality.IMAGE, Modality.AUDIO, Modality.VIDEO), placeholders, strict=True))
-        self._interleaving = {
-            "position_id_per_seconds": position_id_per_seconds,
-            "seconds_per_chunk": seconds_per_chunk,
-        }
-        self.max_tokens = positive(self._text_config, "max_position_embeddings")
-        self._prompts = PromptTokenizer(processor.tokenizer, self.max_tokens)
+        """`placeholders` are the token ids of images, audio and videos."""
+        text = thinker.text_config
+        kinds = (Modality.IMAGE, Modality.AUDIO, Modality.VIDEO)
+        self._placeholder_ids = dict(zip(kinds, placeholders, strict=True))
         self._voices = tuple(voices)
-        self._lock = threading.Lock()
-        self._template = ChatTemplate(self._render, processor.tokenizer, parts=True, source=processor.chat_template)
-        self._message_tokens = self._template.message_tokens(self._prompts.count)
+        sizes = [positive(text, name) for name in ("vocab_size", "hidden_size", "max_position_embeddings")]
+        super().__init__(processor, *sizes)
+        self.max_tokens = sizes[-1]
 
-    @abstractmethod
-    def audio_rows(self, frames: torch.Tensor) -> torch.Tensor:
-        """Rows that clips of so many mel frames fill in the prompt, by the model's own rule."""
+    def _learn_media(self) -> None:
+        # With what is around it, since the processor puts a video's sound inside of that.
+        processor: Any = self._processor
+        video = processor.vision_bos_token + processor.video_token + processor.vision_eos_token
+        tokens = processor.image_token, processor.audio_token, video
+        self._placeholders = dict(zip(self._placeholder_ids, tokens, strict=True))
 
     @property
     def max_samples(self) -> int:
         """Samples of the longest clip. The extractor would cut a longer one in silence."""
-        return int(self._processor.feature_extractor.n_samples)
+        return int(self.items.audio_processor.n_samples)
 
     def audio_inputs(self, mel: torch.Tensor, mask: torch.Tensor, longest: int) -> Mapping[str, torch.Tensor]:
         """What the audio encoder gets for a clip, beside others of up to `longest` mel frames."""
         del longest
         return dict(zip(_AUDIO_INPUTS, (mel, mask), strict=True))
-
-    def padded_frames(self, clips: Sequence[np.ndarray]) -> int:
-        """Mel frames that each of these clips is padded to."""
-        del clips
-        return int(self._processor.feature_extractor.nb_max_frames)
 
     # --------------------------------------------------------------------------------------------- inputs
 
@@ -120,27 +157,16 @@ class QwenOmniProcessor(ChatProcessor, ABC):
         thinking: bool | None = None,
         template: TemplateOptions = PLAIN_TEMPLATE,
     ) -> ARInput:
-        self._check_messages(messages, self._processor.chat_template)
-        media, guarded = _Media(), self._prompts.guarded()
-        turns = [turn_of(m, [_template_part(p, media, guarded) for p in joined_texts(m.parts)]) for m in messages]
-        if len(media.with_audio) > 1:
+        videos = [part for message in messages for part in message.parts if isinstance(part, VideoPart)]
+        if len({part.use_audio for part in videos}) > 1:
             raise InvalidRequestError(
                 "use_audio_in_video needs an audio track in every video of the chat, or in none", param="messages"
             )
-        rendered = self._template.text(turns, tools, guarded, thinking, template)
-        if not (media.images or media.audios or media.videos):
-            return ARInput(self._prompts.encode(rendered, guarded))
-        return self._with_media(rendered, media, guarded)
-
-    def _render(self, turns: list[Turn], tools: list[ToolSpec] | None, **options: Any) -> str:
-        fixed = {"tokenize": False, "add_generation_prompt": True}
-        text = self._processor.apply_chat_template(turns, tools=tools, **{**fixed, **options})
-        return str(text[0] if isinstance(text, list) else text)
+        return super().chat(messages, tools, thinking=thinking, template=template)
 
     def tokens(self, prompt: OmniTokensPrompt) -> ARInput:
-        config = self._text_config
-        placeholders = set(self._placeholders.values())
-        return tokens_input(prompt, int(config.vocab_size), int(config.hidden_size), placeholders=placeholders)
+        placeholders = set(self._placeholder_ids.values())
+        return tokens_input(prompt, self._vocab_size, self._embed_size, placeholders=placeholders)
 
     def voices(self) -> Sequence[str]:
         return self._voices
@@ -150,46 +176,57 @@ class QwenOmniProcessor(ChatProcessor, ABC):
 
     # ---------------------------------------------------------------------------------------------- media
 
-    def _with_media(self, rendered: str, media: _Media, guarded: GuardedText) -> ARInput:
-        self._prompts.check_length(rendered)  # transformers' processor tokenises it too
-        self._reserve(self._check_size(media), media)
-        with locked(self._lock):
-            features = self._features(rendered, media)
-            expanded = self._expand(rendered, media, features)
-        ids = self._prompts.encode(expanded, guarded)
-        spans, context = self._spans(ids, media, features)
-        return ARInput(ids, media=tuple(spans), context=context)
+    def _template_part(self, part: Part, media: list[Media], guarded: GuardedText) -> dict[str, str]:
+        if not isinstance(part, VideoPart):
+            return super()._template_part(part, media, guarded)
+        sound = part.clip.audio if part.use_audio else None
+        if sound is not None and sound.sample_rate != AUDIO_RATE:
+            raise InvalidRequestError(
+                f"audio must be resampled to {AUDIO_RATE} Hz, got {sound.sample_rate}", param="messages"
+            )
+        media.append((Modality.VIDEO, replace(part.clip, audio=sound)))
+        return {"type": "video", "video": ""}
 
-    def _check_size(self, media: _Media) -> int:
-        """Tokens of the images and videos; refuses those that cannot fit, by their sizes alone."""
+    def _check_size(self, rendered: str, media: Sequence[Media]) -> None:
+        self._prompts.check_length(rendered)
+        chat, processor = _Chat.of(media), self._processor
         try:
-            count = sum(self._image_tokens(media)) + sum(self._video_tokens(media))
+            count = sum(self._image_tokens(chat.images)) + sum(self._video_tokens(chat.videos))
         except ValueError as error:
-            raise _media_error(str(error)) from error
+            raise MediaError(f"the processor cannot take these media: {error}", param="messages") from error
         if count > self._prompts.limits.max_tokens:
             raise self._prompts.limits.too_long(f"{count} tokens of media")
-        return count
+        self._reserve(count, chat)
+        if any(len(samples) > self.max_samples for samples in chat.audios):
+            longest = f"{self.max_samples / AUDIO_RATE:.0f} s"
+            raise LimitExceededError(
+                f"a clip may last at most {longest} with this model; split it into several", param="messages"
+            )
+        # Spectra take more; a clip beside a longer one is padded.
+        if max(map(len, chat.audios), default=AUDIO_RATE) <= processor.feature_extractor.n_fft // 2:
+            raise _too_short()
 
-    def _reserve(self, tokens: int, media: _Media) -> None:
+    def _reserve(self, tokens: int, chat: _Chat) -> None:
         """Memory for the features, and as much again while they are computed, with a copy of all pixels."""
         images, audio = self._processor.image_processor, self._processor.feature_extractor
         patch = 3 * images.temporal_patch_size * images.patch_size**2
-        mels = len(media.audios) * audio.feature_size * self.padded_frames(media.audios)
-        pixels = sum(image.width * image.height for image in media.images) * 3
-        pixels += sum(frames.nbytes for frames in media.videos)
+        padded = self.items.padded_samples(max(map(len, chat.audios), default=0))
+        mels = len(chat.audios) * audio.feature_size * -(-padded // audio.hop_length)
+        pixels = sum(image.width * image.height for image in chat.images) * 3
+        pixels += sum(clip.frames.nbytes for clip in chat.videos)
         try:
             current_hold().reserve(int(2 * 4 * (tokens * images.merge_size**2 * patch + mels)) + pixels)
         except LimitExceededError as error:
             error.param = "messages"
             raise
 
-    def _image_tokens(self, media: _Media) -> list[int]:
+    def _image_tokens(self, images: Sequence[Image.Image]) -> list[int]:
         """Rows that each image fills in the prompt."""
-        images = self._processor.image_processor
-        merge = images.merge_size**2
-        return [images.get_number_of_image_patches(i.height, i.width, {}) // merge for i in media.images]
+        processor = self._processor.image_processor
+        merge = processor.merge_size**2
+        return [processor.get_number_of_image_patches(i.height, i.width, {}) // merge for i in images]
 
-    def _video_tokens(self, media: _Media) -> list[int]:
+    def _video_tokens(self, clips: Sequence[VideoClip]) -> list[int]:
         """Rows that each video fills in the prompt."""
         videos = self._processor.video_processor
         # The processor's defaults come before the video processor's own sizes.
@@ -200,103 +237,59 @@ class QwenOmniProcessor(ChatProcessor, ABC):
         # Some releases of transformers read the one spelling, some the other, and some leave out an odd last frame.
         options = {"size": {"shortest_edge": least, "longest_edge": most}, "min_pixels": least, "max_pixels": most}
         merge, step = videos.merge_size**2, videos.temporal_patch_size
-        shapes = [(n + -n % step, height, width) for n, height, width, _ in (frames.shape for frames in media.videos)]
+        shapes = [(n + -n % step, height, width) for n, height, width, _ in (clip.frames.shape for clip in clips)]
         return [videos.get_num_of_video_patches(*shape, options) // merge for shape in shapes]
 
-    def _features(self, rendered: str, media: _Media) -> BatchFeature:
-        """Pixels, mel frames and grids of all items, as the reference computes them."""
-        options: dict[str, object] = {}
-        if media.audios:
-            if any(len(samples) > self.max_samples for samples in media.audios):
-                longest = f"{self.max_samples / AUDIO_RATE:.0f} s"
-                raise LimitExceededError(
-                    f"a clip may last at most {longest} with this model; split it into several",
-                    param="messages",
-                )
-            if max(map(len, media.audios)) <= self._processor.feature_extractor.n_fft // 2:
-                raise _too_short()  # spectra take more; a clip beside a longer one is padded
-            options["audio"] = media.audios
-        if media.images:
-            options["images"] = media.images
-        if media.videos:
-            options["videos"] = media.videos
-            options |= video_options(self._processor, media.fps[0], media.tracks, media.use_audio_in_video)
-        try:
-            features = self._processor(text=rendered, return_tensors="pt", **options)
-        except (ValueError, StopIteration) as error:
-            # A StopIteration has no message: the template named fewer or more media than were sent.
-            reason = str(error) or "the chat template's placeholders and the media do not match in number"
-            raise _media_error(reason) from error
-        if media.audios and int(self._audio_lengths(features).min()) < 1:
-            raise _too_short()
-        return features
+    def _items(self, rendered: str, media: Sequence[Media]) -> tuple[list[MediaItem], list[str]]:
+        self.items.longest = max(map(len, _Chat.of(media).audios), default=0)
+        return super()._items(rendered, media)
 
-    def _expand(self, rendered: str, media: _Media, features: BatchFeature) -> str:
-        """Placeholders repeated to each item's length, with each video's own frame rate."""
-        seconds = [self._processor.video_processor.temporal_patch_size / fps for fps in media.fps]
-        features["video_second_per_grid"] = torch.tensor(seconds)
-        return expand(
-            self._processor,
-            rendered,
-            features,
-            audio_rows=self._audio_lengths(features).tolist() if media.audios else [],
-            grid_seconds=seconds,
-            tracks=media.tracks,
-            with_sound=media.use_audio_in_video,
-            interleaving=self._interleaving,
-        )
+    def _items_apart(self, media: Sequence[Media]) -> list[MediaItem]:
+        items: dict[int, MediaItem] = {}
+        for kind in (Modality.IMAGE, Modality.AUDIO):
+            places = [place for place, one in enumerate(media) if one[0] is kind]
+            if places:
+                placeholder = self._placeholders[kind], self._placeholder_ids[kind]
+                values = [media[place][1] for place in places]
+                items |= zip(places, self.items.items_of(kind, placeholder, values), strict=True)
+        video = self._placeholders[Modality.VIDEO]
+        return [items.get(place) or self.items.item(video, [one]) for place, one in enumerate(media)]
 
-    def _spans(
-        self, ids: tuple[int, ...], media: _Media, features: BatchFeature
-    ) -> tuple[list[MediaSpan], dict[str, torch.Tensor]]:
-        tokens = torch.tensor(ids)
-        context: dict[str, torch.Tensor] = {"use_audio_in_video": torch.tensor(media.use_audio_in_video)}
-        spans: list[MediaSpan] = []
-        merge = self._processor.image_processor.merge_size**2
-        for kind, pixels, grid, token in (
-            (Modality.IMAGE, "pixel_values", "image_grid_thw", self._placeholders[Modality.IMAGE]),
-            (Modality.VIDEO, "pixel_values_videos", "video_grid_thw", self._placeholders[Modality.VIDEO]),
-        ):
-            if grid not in features:
+    def _spliced(self, items: Sequence[MediaItem], pieces: Sequence[str], guarded: GuardedText) -> ARInput:
+        payload = super()._spliced(items, pieces, guarded)
+        context = {name: payload.context[name] for name in _CONTEXT if name in payload.context}
+        masks = [item.inputs["feature_attention_mask"] for item in items if "feature_attention_mask" in item.inputs]
+        if masks:
+            context["audio_seqlens"] = torch.cat([mask.sum(-1) for mask in masks])
+        interleaved = any({*_INPUTS[Modality.AUDIO], *_INPUTS[Modality.VIDEO]} <= item.inputs.keys() for item in items)
+        context["use_audio_in_video"] = torch.tensor(interleaved)
+        return replace(payload, context=context)
+
+    def _item_spans(self, item: MediaItem, start: int, items: Sequence[MediaItem]) -> list[MediaSpan]:
+        """Of the placeholders alone: what the talker gets of the tokens around them is that of text."""
+        tokens, spans = torch.tensor(item.token_ids), []
+        for kind, (contents, layout) in _INPUTS.items():
+            if contents not in item.inputs:
                 continue
-            grids = features[grid]
-            context[grid] = grids
-            patches = torch.split(features[pixels], grids.prod(-1).tolist())
-            lengths = (grids.prod(-1) // merge).tolist()
-            where = torch.split(_positions(tokens, token, sum(lengths)), lengths)
-            for index, rows in enumerate(where):
-                inputs = {pixels: patches[index], grid: grids[index : index + 1]}
-                extra = repr(media.fps[index]) if kind is Modality.VIDEO else ""
-                key = content_key(kind.value, patches[index].numpy(), str(grids[index].tolist()), extra)
-                spans.append(MediaSpan(kind, key, rows, inputs))
-        if media.videos:
-            context["video_second_per_grid"] = features["video_second_per_grid"]
-        if media.audios:
-            spans.extend(self._audio_spans(tokens, features, context))
-        return spans, context
-
-    def _audio_spans(
-        self, tokens: torch.Tensor, features: BatchFeature, context: dict[str, torch.Tensor]
-    ) -> list[MediaSpan]:
-        masks, mels = features["feature_attention_mask"], features["input_features"]
-        context["audio_seqlens"] = masks.sum(-1)
-        lengths = self._audio_lengths(features)
-        token = self._placeholders[Modality.AUDIO]
-        where = torch.split(_positions(tokens, token, int(lengths.sum())), lengths.tolist())
-        spans = []
-        for index, rows in enumerate(where):
-            frames = int(masks[index].sum())
-            # Only the valid frames: padding to the extractor's full length carries nothing.
-            mel, mask = mels[index : index + 1, :, :frames], masks[index : index + 1, :frames]
-            inputs = self.audio_inputs(mel, mask, int(masks.sum(-1).max()))
-            extra = [str(value.tolist()) for name, value in inputs.items() if name not in _AUDIO_INPUTS]
-            key = content_key("audio", mel.contiguous().numpy(), *extra)
-            spans.append(MediaSpan(Modality.AUDIO, key, rows, inputs))
+            where = torch.nonzero(tokens == self._placeholder_ids[kind]).flatten() + start
+            inputs: Mapping[str, torch.Tensor] = {name: item.inputs[name] for name in (contents, layout)}
+            extra = [str(inputs[layout].tolist())]
+            if kind is Modality.VIDEO:
+                extra.append(str(item.inputs["video_second_per_grid"].tolist()))
+            if kind is Modality.AUDIO:
+                inputs = self._clip_inputs(item, items)
+                extra = [str(value.tolist()) for name, value in inputs.items() if name not in _AUDIO_INPUTS]
+                if not len(where):
+                    raise _too_short()
+            spans.append(MediaSpan(kind, content_key(kind.value, inputs[contents].numpy(), *extra), where, inputs))
         return spans
 
-    def _audio_lengths(self, features: BatchFeature) -> torch.Tensor:
-        """Rows that each clip fills in the prompt."""
-        return self.audio_rows(features["feature_attention_mask"].sum(-1))
+    def _clip_inputs(self, item: MediaItem, items: Sequence[MediaItem]) -> Mapping[str, torch.Tensor]:
+        """Only the valid frames: padding carries nothing."""
+        mel, mask = (item.inputs[name] for name in _AUDIO_INPUTS)
+        frames = int(mask.sum())
+        lengths = [each.inputs["feature_attention_mask"].sum() for each in items if "input_features" in each.inputs]
+        return self.audio_inputs(mel[..., :frames].contiguous(), mask[:, :frames], int(max(lengths)))
 
 
 def load_processor(name: str, folder: Path) -> ProcessorMixin:
@@ -315,40 +308,11 @@ def _too_short() -> MediaError:
     return MediaError(f"an audio clip is shorter than {_MIN_SECONDS * 1000:g} ms; send a longer one", param="messages")
 
 
-def _media_error(reason: str) -> MediaError:
-    return MediaError(f"the processor cannot take these media: {reason}", param="messages")
-
-
-def _template_part(part: object, media: _Media, guarded: GuardedText) -> dict[str, str]:
-    """What the chat template sees of a part; media are collected on the way, in the template's order."""
-    if isinstance(part, TextPart):
-        return {"type": "text", "text": guarded.guard(part.text)}
-    if isinstance(part, ImagePart):
-        media.images.append(part.image)
-        return {"type": "image", "image": ""}
-    if isinstance(part, AudioPart):
-        media.audios.append(_speech(part.clip.samples, part.clip.sample_rate))
-        media.tracks.append(None)
-        return {"type": "audio", "audio": ""}
-    if isinstance(part, VideoPart):
-        media.videos.append(part.clip.frames)
-        media.fps.append(part.clip.fps)
-        media.with_audio.add(part.use_audio)
-        if part.use_audio and part.clip.audio is not None:
-            media.audios.append(_speech(part.clip.audio.samples, part.clip.audio.sample_rate))
-            media.tracks.append(len(media.videos) - 1)
-        return {"type": "video", "video": ""}
-    raise InvalidRequestError(f"this model does not take {type(part).__name__}", param="messages")
-
-
-def _speech(samples: np.ndarray, rate: int) -> np.ndarray:
-    if rate != AUDIO_RATE:
-        raise InvalidRequestError(f"audio must be resampled to {AUDIO_RATE} Hz, got {rate}", param="messages")
-    return samples
-
-
-def _positions(tokens: torch.Tensor, token: int, expected: int) -> torch.Tensor:
-    where = torch.nonzero(tokens == token).flatten()
-    if len(where) != expected:
-        raise InvalidRequestError(f"{len(where)} media placeholders in the prompt for {expected} media rows")
-    return where
+def _sound(media: Media) -> np.ndarray | None:
+    """The samples of a clip, or of a video that brings its sound."""
+    kind, value = media
+    if kind is Modality.AUDIO:
+        samples: np.ndarray = value
+        return samples
+    sound = value.audio if kind is Modality.VIDEO else None
+    return None if sound is None else sound.samples

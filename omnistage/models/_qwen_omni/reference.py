@@ -11,9 +11,9 @@ import torch
 
 from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, TextPart, VideoPart
 from omnistage.core.types import Code
-from omnistage.models._qwen_omni.expansion import video_options
 from omnistage.models._qwen_omni.processor import load_processor
 from omnistage.models._qwen_omni.verify import ReferenceOutput
+from omnistage.models._qwen_omni.video_options import video_options
 
 if TYPE_CHECKING:
     from PIL import Image

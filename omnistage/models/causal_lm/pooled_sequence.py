@@ -8,12 +8,14 @@ values, such as those of a picture that all layers attend to, stays its own.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from omnistage.core.errors import InternalError, UnsupportedModelError
 from omnistage.engines.ar.attention import KVCache
@@ -21,12 +23,15 @@ from omnistage.engines.ar.component import GroupedSequence
 from omnistage.engines.ar.group import Group
 from omnistage.hf import transformers
 from omnistage.models.causal_lm.own_cache import GeneratedSequence
+from omnistage.models.causal_lm.own_model import MODEL_ERRORS
 from omnistage.models.causal_lm.pooled_cache import CachePlace, PooledLayer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from omnistage.models.causal_lm.own_model import Inputs
+
+logger = logging.getLogger(__name__)
 
 _WIDTHS = ("decoder_input_ids", "input_ids", "inputs_embeds")
 """Arguments of a forward whose second dimension are its tokens."""
@@ -134,8 +139,8 @@ def plan_cache(sequence: GeneratedSequence, ids: torch.Tensor, name: str) -> Cac
     return CachePlan(places, max(0, sequence.num_bytes() - _pooled_bytes(layers, places)))
 
 
-def planned_cache(model: PreTrainedModel) -> CachePlan:
-    """By a text on the `meta` device; what a sequence keeps of media is not known there."""
+def planned_cache(model: PreTrainedModel, prompts: Sequence[tuple[torch.Tensor, Inputs]] = ()) -> CachePlan:
+    """By a text on the `meta` device, with what a sequence keeps of the media of these prompts there."""
     ids = torch.zeros(1, 8, dtype=torch.int64, device=model.device)
     with torch.inference_mode():
         cache = model(input_ids=ids, use_cache=True, return_dict=True).past_key_values
@@ -143,7 +148,37 @@ def planned_cache(model: PreTrainedModel) -> CachePlan:
     places = _places(layers, [0] * len(layers), ids.shape[1], type(model).__name__)
     if not any(places):
         raise UnsupportedModelError(f"{type(model).__name__} caches nothing")
-    return CachePlan(places, 0)
+    return CachePlan(places, max((_planned_bytes(model, places, *prompt) for prompt in prompts), default=0))
+
+
+def _planned_bytes(
+    model: PreTrainedModel, places: Sequence[CachePlace | None], ids: torch.Tensor, inputs: Inputs
+) -> int:
+    """What a sequence keeps beside its tokens' keys and values after a prompt on the `meta` device."""
+    try:
+        with torch.inference_mode(), _AnyScalar():
+            out = model(input_ids=ids[None], use_cache=True, return_dict=True, **inputs)
+    except MODEL_ERRORS:
+        logger.debug("%s does not run with media without data", type(model).__name__, exc_info=True)
+        return 0
+    cache = out.past_key_values
+    own = [layer for number, layer in enumerate(_growing(cache).layers) if places[number : number + 1] in ([], [None])]
+    if isinstance(cache, transformers.EncoderDecoderCache):
+        own += cache.cross_attention_cache.layers
+    tensors = [part for layer in own if _length(layer) for part in (layer.keys, layer.values)]
+    if (states := out.get("encoder_last_hidden_state")) is not None:
+        tensors.append(states)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class _AnyScalar(TorchDispatchMode):
+    """On the `meta` device: numbers that a model reads are 1, as those of its checks of counts and masks would be."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return torch.ones((), dtype=args[0].dtype).item()
+        return func(*args, **(kwargs or {}))
 
 
 def _places(layers: Sequence[Any], before: Sequence[int], new: int, name: str) -> tuple[CachePlace | None, ...]:

@@ -7,7 +7,6 @@ to the decoder (`capture.py`); the rows that arrive there are the item's, whatev
 from __future__ import annotations
 
 import gc
-import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from omnistage.core.family import LoadContext
 from omnistage.core.types import ARInput, MediaSpan, Modality, RequestInfo
 from omnistage.engines.ar.component import ARComponent
 from omnistage.hf import transformers
-from omnistage.models._qwen_omni.positions import vision_bytes
+from omnistage.models._qwen_omni.positions import rope_positions, vision_bytes
 from omnistage.models.causal_lm.component import CausalLM, read_model
 from omnistage.models.causal_lm.component import load as load_causal_lm
 from omnistage.models.loading import nested_settings, read_auto_config
@@ -32,6 +31,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from omnistage.engines.ar.sharding import RankGroup
+
+_BESIDE = ("cross_attention_layers", "cross_layer_interval")
+"""Settings of decoders some of whose layers attend to media."""
 
 
 class MultimodalLM(CausalLM):
@@ -97,12 +99,8 @@ class MultimodalLM(CausalLM):
             payload = replace(payload, both_ways=self._both_ways(payload))
         if self._rope is None or not payload.media:
             return payload
-        ids = torch.tensor([payload.token_ids])
-        values = {**payload.context, "attention_mask": torch.ones_like(ids)}
-        rule: Any = self._rope.get_rope_index
-        arguments = {name: values[name] for name in inspect.signature(rule).parameters if name in values}
-        positions, delta = rule(ids, **arguments)
-        return replace(payload, positions=positions[:, 0], position_delta=int(delta))
+        positions, delta = rope_positions(self._rope, payload.token_ids, payload.context)
+        return replace(payload, positions=positions, position_delta=int(delta))
 
     def _both_ways(self, payload: ARInput) -> tuple[tuple[int, int], ...]:
         """The runs of those tokens that attend to later ones of their run, in its media."""
@@ -174,9 +172,10 @@ def load(context: LoadContext) -> ARComponent:
     from omnistage.models.multimodal_lm.own_cache import OwnCacheMultimodalLM
 
     gc.collect()
-    if processor is not None:
-        processor.use_whole_prompts()
-        processor.check_media()
+    if processor is None:  # what sequences keep of media is in the plan
+        processor = MultimodalProcessor.load(folder)
+    processor.use_whole_prompts()
+    processor.check_media()
     model, tokenizer = read_model(context, auto)
     settings = model.generation_config
     try:
@@ -189,6 +188,9 @@ def load(context: LoadContext) -> ARComponent:
 
 def _paged(context: LoadContext, auto: Any, processor: MultimodalProcessor | None) -> MultimodalLM:
     """The component on the paged engine, compared with transformers on prompts with media."""
+    config = read_auto_config(context.model.folder).get_text_config()
+    if any(getattr(config, name, None) for name in _BESIDE):  # without weights nothing else shows it
+        raise UnsupportedModelError(f"layers of a {config.model_type} attend to pictures beside the text")
     component = load_causal_lm(context, MultimodalLM, auto)
     if len(component.attention_modules) != len(component.spec.kv_shapes):  # on the meta device nothing else shows it
         raise UnsupportedModelError(f"{type(component.model).__name__} computes attention in its own code")

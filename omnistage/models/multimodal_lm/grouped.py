@@ -7,6 +7,7 @@ in `generate`; what sequences generate is one padded batch.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from omnistage.core.errors import InternalError, UnsupportedModelError
+from omnistage.core.errors import InternalError, OmniError, UnsupportedModelError
 from omnistage.core.types import MediaSpan, Modality
 from omnistage.engines.ar.attention import KVCache, bind_caches
 from omnistage.engines.ar.component import GroupedSequence
@@ -54,8 +55,9 @@ class GroupedMultimodalLM(OwnCacheMultimodalLM):
         if state is None or state.alone or any("rope_deltas" in vars(module) for module in model.modules()):
             raise UnsupportedModelError(f"{name} keeps part of a sequence's state in its modules")
         try:
-            samples = [] if processor is None else self._samples(processor)
-            self._plan = self._plan_of(*samples[-2]) if samples else planned_cache(model)
+            planned = processor is None or model.device.type == "meta"
+            samples = [] if processor is None or planned else self._samples(processor)
+            self._plan = self._plan_of(*samples[-1]) if samples else planned_cache(model, self._media_prompts())
             self._holders = [nn.Module() for _ in self._plan.pooled]
             shapes = tuple(place[:3] for place in self._plan.pooled)
             self.spec = replace(
@@ -118,6 +120,16 @@ class GroupedMultimodalLM(OwnCacheMultimodalLM):
         for kind in sorted(processor.input_modalities - {Modality.TEXT, *self.unsupported}):
             prompts.append(self._prompt(processor, kind, changed=True))
             prompts.append(self._prompt(processor, kind, changed=True, words="c d e f", count=1))
+        return prompts
+
+    def _media_prompts(self) -> list[Prompt]:
+        """A chat with one item of each kind, where the processor takes it."""
+        processor, prompts = self._processor, list[Prompt]()
+        if processor is None:
+            return prompts
+        for kind in sorted(processor.input_modalities - {Modality.TEXT}):
+            with contextlib.suppress(OmniError):  # it is refused by name when the model is loaded
+                prompts.append(self._prompt(processor, kind, changed=True, count=1))
         return prompts
 
     def _plan_of(self, ids: torch.Tensor, inputs: Inputs) -> CachePlan:

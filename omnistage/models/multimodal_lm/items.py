@@ -48,7 +48,10 @@ class MediaItem:
     """Of that text, from the first special token to the last."""
     inputs: Mapping[str, torch.Tensor]
     """Of the model's forward for these tokens, `input_ids` `[1, n]` among them."""
-    key: bytes
+
+    @property
+    def key(self) -> bytes:
+        return _key(self.kind, self.inputs)
 
     def sizes(self) -> dict[str, torch.Tensor]:
         """Grids and the like, which positions are computed from."""
@@ -112,13 +115,32 @@ class ItemProcessor:
 
     def call(self, text: str, media: Sequence[Media]) -> tuple[str, dict[str, Any]]:
         """The processor's own call: the text with media expanded, and its outputs."""
-        options = _arguments(media, self.audio_rate)
+        options = self.arguments(media)
         try:
             outputs = self._processor(text=[text], return_tensors="pt", **options)
         except (ValueError, TypeError, LookupError, AttributeError, StopIteration, RuntimeError, ImportError) as error:
             reason = str(error) or type(error).__name__
             raise MediaError(f"the processor cannot take these media: {reason}", param="messages") from error
         return self._recorder.text, dict(outputs)
+
+    def arguments(self, media: Sequence[Media]) -> dict[str, Any]:
+        """Of the processor's call for these items."""
+        images = [value for kind, value in media if kind is Modality.IMAGE]
+        audios = [value for kind, value in media if kind is Modality.AUDIO]
+        videos = [value for kind, value in media if kind is Modality.VIDEO]
+        options: dict[str, Any] = {}
+        if images:
+            options["images"] = images
+        if audios:
+            options |= {"audio": audios, "audio_kwargs": {"sampling_rate": self.audio_rate}}
+        if videos:
+            options["videos"] = [clip.frames for clip in videos]
+            options["videos_kwargs"] = {
+                "do_sample_frames": False,
+                "fps": videos[0].fps,
+                "video_metadata": [_metadata(clip) for clip in videos],
+            }
+        return options
 
     def item(self, placeholder: str, media: Sequence[Media]) -> MediaItem:
         """An item whose `placeholder` in the rendered chat stands for it; several where these come together."""
@@ -137,7 +159,7 @@ class ItemProcessor:
                 continue
             inputs[name] = tensor[:, start : start + len(ids)] if tensor.shape == (1, len(theirs)) else tensor
         kind = media[0][0]
-        return MediaItem(kind, text, ids, inputs, _key(kind, inputs))
+        return MediaItem(kind, text, ids, inputs)
 
     def prompt(self, text: str, media: Sequence[Media]) -> tuple[tuple[int, ...], dict[str, torch.Tensor], bytes]:
         """Token ids of a whole prompt as the processor itself makes them, the other inputs of a forward, and a key."""
@@ -200,25 +222,6 @@ def _token_ids(outputs: dict[str, Any]) -> np.ndarray:
     if "input_ids" not in outputs:
         raise MediaError("the processor makes no tokens of a text beside these media", param="messages")
     return np.asarray(outputs.pop("input_ids")).reshape(-1)
-
-
-def _arguments(media: Sequence[Media], rate: int) -> dict[str, Any]:
-    images = [value for kind, value in media if kind is Modality.IMAGE]
-    audios = [value for kind, value in media if kind is Modality.AUDIO]
-    videos = [value for kind, value in media if kind is Modality.VIDEO]
-    options: dict[str, Any] = {}
-    if images:
-        options["images"] = images
-    if audios:
-        options |= {"audio": audios, "audio_kwargs": {"sampling_rate": rate}}
-    if videos:
-        options["videos"] = [clip.frames for clip in videos]
-        options["videos_kwargs"] = {
-            "do_sample_frames": False,
-            "fps": videos[0].fps,
-            "video_metadata": [_metadata(clip) for clip in videos],
-        }
-    return options
 
 
 def _metadata(clip: VideoClip) -> dict[str, Any]:

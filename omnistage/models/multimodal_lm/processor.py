@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -53,6 +53,8 @@ _SENTINEL = re.compile("[\ue0f0\ue0f1]")
 class MultimodalProcessor(ChatProcessor):
     """Thread-safe: `transformers`' processor is used by one thread at a time."""
 
+    item_processor: ClassVar[type[ItemProcessor]] = ItemProcessor
+
     def __init__(self, processor: ProcessorMixin, vocab_size: int, embed_size: int, max_tokens: int) -> None:
         self._vocab_size, self._embed_size = vocab_size, embed_size
         self._processor = processor
@@ -62,18 +64,23 @@ class MultimodalProcessor(ChatProcessor):
         self._chat_template = processor.chat_template or tokenizer.chat_template
         self._bos = tokenizer.bos_token or ""
         self._prefix, self._suffix = _added_around(tokenizer)
-        self.items = ItemProcessor(processor, self._prompts)
+        self.items = self.item_processor(processor, self._prompts)
         self._template = ChatTemplate(self._render, tokenizer, parts=True, source=self._chat_template)
         self._message_tokens = self._template.message_tokens(self._prompts.count)
         self._whole = self._with_rows = False
         self._refusals: dict[Modality, str] = {}
         """Why a sample of a kind could not be given, by the last attempt."""
-        self._placeholders = self._find_placeholders()
+        self._placeholders: dict[Modality, str] = {}
         self._joint: set[Modality] = set()
         self._single: set[Modality] = set()
+        self._learn_media()
+        self.input_modalities = frozenset({Modality.TEXT, *self._placeholders})
+
+    def _learn_media(self) -> None:
+        """What stands for each kind of media in a chat, and whether items of it are apart, by trying some."""
+        self._placeholders = self._find_placeholders()
         for kind in self._placeholders:
             self._try_two(kind)
-        self.input_modalities = frozenset({Modality.TEXT, *self._placeholders})
 
     @classmethod
     def load(cls, folder: Path) -> MultimodalProcessor:
@@ -310,7 +317,10 @@ class MultimodalProcessor(ChatProcessor):
             return [self.items.item(rendered[start:end], media)], [rendered[:start], rendered[end:]]
         cuts = [0, *(place for match in places for place in match.span()), len(rendered)]
         pieces = [rendered[cuts[i] : cuts[i + 1]] for i in range(0, len(cuts), 2)]
-        return [self.items.item(self._placeholders[one[0]], [one]) for one in media], pieces
+        return self._items_apart(media), pieces
+
+    def _items_apart(self, media: Sequence[Media]) -> list[MediaItem]:
+        return [self.items.item(self._placeholders[one[0]], [one]) for one in media]
 
     def _whole_input(self, rendered: str, media: Sequence[Media]) -> ARInput:
         """The chat through transformers' processor as a whole. Its inputs are the first span's."""
@@ -349,7 +359,7 @@ class MultimodalProcessor(ChatProcessor):
             if place is None:
                 raise InvalidRequestError("the placeholders of a media item are not in the prompt", param="messages")
             start = place + len(item.token_ids)
-            spans.append(MediaSpan(item.kind, item.key, torch.arange(place, start), item.inputs))
+            spans += self._item_spans(item, place, items)
             for name, value in item.by_token().items():
                 by_token.setdefault(name, value.new_zeros(1, len(ids)))[:, place:start] = value
             for name, value in item.sizes().items():
@@ -358,6 +368,11 @@ class MultimodalProcessor(ChatProcessor):
         grids = {name: values for name, values in sizes.items() if len({v.shape[1:] for v in values}) == 1}
         context = {name: torch.cat(values) for name, values in grids.items()} | by_token
         return ARInput(ids, media=tuple(spans), context=context)
+
+    def _item_spans(self, item: MediaItem, start: int, items: Sequence[MediaItem]) -> Sequence[MediaSpan]:
+        """An item of a chat with `items`, whose tokens begin at `start`."""
+        del items
+        return (MediaSpan(item.kind, item.key, torch.arange(start, start + len(item.token_ids)), item.inputs),)
 
     def _encode(self, text: str, guarded: GuardedText) -> tuple[int, ...]:
         """As the processor's own call does: with the tokenizer's first token, where the template has not written it."""

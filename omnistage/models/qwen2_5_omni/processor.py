@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from omnistage.models._qwen_omni.processor import QwenOmniProcessor, load_processor
 from omnistage.models.qwen2_5_omni.load import read_config, read_speakers
 
@@ -22,11 +20,4 @@ class Qwen25OmniProcessor(QwenOmniProcessor):
             thinker,
             tuple(read_speakers(folder, config)) if config.enable_audio_output else (),
             placeholders=(thinker.image_token_index, thinker.audio_token_index, thinker.video_token_index),
-            position_id_per_seconds=thinker.position_id_per_seconds,
-            seconds_per_chunk=thinker.seconds_per_chunk,
         )
-
-    def audio_rows(self, frames: torch.Tensor) -> torch.Tensor:
-        # Two strides of two.
-        after_cnn = (frames - 1) // 2 + 1
-        return (after_cnn - 2) // 2 + 1

@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from omnistage.models._qwen_omni.expansion import video_default
-from omnistage.models._qwen_omni.processor import AUDIO_RATE, QwenOmniProcessor, load_processor
+from omnistage.models._qwen_omni.processor import AUDIO_RATE, OmniItems, QwenOmniProcessor, load_processor
 from omnistage.models.qwen3_omni_moe.load import read_config, voices_of
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
+    from omnistage.models.prompts import PromptTokenizer
 
 _CHUNK_ROWS = 13
 """That the encoder makes of each full chunk of mel frames, which is a second of sound."""
 
 
+class _Extractor:
+    """In the feature extractor's place: pads to the longest clip of the chat, also where others are not in the call."""
+
+    def __init__(self, extractor: Any, items: OmniItems) -> None:
+        self._extractor, self._items = extractor, items
+
+    def __call__(self, audio: Any, **options: Any) -> Any:
+        return self._extractor(audio, **{**options, "padding": "max_length", "max_length": self._items.longest})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._extractor, name)
+
+
+class _Items(OmniItems):
+    def __init__(self, processor: ProcessorMixin, prompts: PromptTokenizer) -> None:
+        super().__init__(processor, prompts)
+        self._processor.feature_extractor = _Extractor(processor.feature_extractor, self)
+
+    def padded_samples(self, longest: int) -> int:
+        return longest
+
+
 class Qwen3OmniProcessor(QwenOmniProcessor):
     """Clips are padded to the longest of a chat, and none is cut."""
 
+    item_processor = _Items
     chunk: int
     """Mel frames that the audio encoder convolves at once."""
 
@@ -26,29 +53,18 @@ class Qwen3OmniProcessor(QwenOmniProcessor):
     def load(cls, folder: Path) -> Qwen3OmniProcessor:
         config = read_config(folder)
         thinker = config.thinker_config
-        processor = load_processor("Qwen3OmniMoeProcessor", folder)
         instance = cls(
-            processor,
+            load_processor("Qwen3OmniMoeProcessor", folder),
             thinker,
             tuple(voices_of(config)) if config.enable_audio_output else (),
             placeholders=(thinker.image_token_id, thinker.audio_token_id, thinker.video_token_id),
-            position_id_per_seconds=video_default(processor, "position_id_per_seconds"),
-            seconds_per_chunk=video_default(processor, "seconds_per_chunk"),
         )
         instance.chunk = 2 * int(thinker.audio_config.n_window)
         return instance
 
-    def audio_rows(self, frames: torch.Tensor) -> torch.Tensor:
-        rest = (frames % self.chunk - 1) // 2 + 1
-        return ((rest - 1) // 2 + 1 - 1) // 2 + 1 + frames // self.chunk * _CHUNK_ROWS
-
     @property
     def max_samples(self) -> int:
         return self.max_tokens // _CHUNK_ROWS * AUDIO_RATE
-
-    def padded_frames(self, clips: Sequence[np.ndarray]) -> int:
-        hop = int(self._processor.feature_extractor.hop_length)
-        return max((-(-len(clip) // hop) for clip in clips), default=0)
 
     def audio_inputs(self, mel: torch.Tensor, mask: torch.Tensor, longest: int) -> Mapping[str, torch.Tensor]:
         """Beside longer clips, a clip of less than a chunk is convolved as if it were as long, up to a chunk."""
