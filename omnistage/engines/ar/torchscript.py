@@ -53,6 +53,8 @@ _BLOCK_SIZE, _BLOCKS = 4, 12
 """Of the caches that programs are traced and compared with."""
 _LENGTHS = {False: ((5,), (14,), (6,)), True: ((7, 4), (3, 15, 9), (11,))}
 """Of the sequences of a step, by whether a program is for several: it is traced with the first, compared with all."""
+_MAX_TRACED = max(max(lengths[0]) for lengths in _LENGTHS.values())
+"""Tokens of the sequences that programs are traced with, and more than there are sequences."""
 _TRACER_SAYS = ("Python list", "NumPy array")
 """In the tracer's warnings where numbers are read without an operator."""
 _MAX_REASON_CHARS = 200
@@ -216,7 +218,28 @@ def _program_of(component: ARComponent, several: bool, inputs: tuple[Any, ...]) 
 
     names = [f"input_{number}" for number in range(len(inputs))]
     module._create_method_from_trace("forward", forward, inputs, lambda value: "", True, False, names, False)
-    return module._get_method("forward")  # type: ignore[no-any-return]
+    method = module._get_method("forward")
+    _fold_widths(method.graph)
+    return method  # type: ignore[no-any-return]
+
+
+def _fold_widths(graph: Any) -> None:
+    """Make numbers of the widths that the forward asks for, like a head's: what is computed with them is constant, too.
+
+    The tracer notes `x.shape[-1] // 2` as operators on tensors, of which a layer's rotary embedding has eight. Numbers
+    of sequences and tokens stay as they are; they are small where programs are traced.
+    """
+    for node in graph.findAllNodes("aten::size"):
+        tensor, axis = node.inputs()
+        sizes = tensor.type().sizes() if isinstance(tensor.type(), torch.TensorType) else None
+        dim = axis.toIValue()
+        if sizes is None or dim is None or dim % len(sizes) != len(sizes) - 1 or sizes[-1] <= _MAX_TRACED:
+            continue
+        graph.setInsertPoint(node)
+        node.output().replaceAllUsesWith(graph.insertConstant(sizes[-1]))
+        node.destroy()
+    compiler: Any = torch._C
+    compiler._jit_pass_constant_propagation(graph)
 
 
 class DecodeScripts:
