@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 _MEMINFO, _STATUS = Path("/proc/meminfo"), Path("/proc/self/status")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Of glibc's `mallopt`, from malloc.h."""
+_LARGEST_BLOCK = 32 << 20
+"""glibc takes no larger threshold."""
+_USER_SETTINGS = frozenset({"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"})
+KEPT_HEAP = 64 << 20
+"""What `keep_heap` has each of the heaps keep at most."""
 
 
 def host_memory() -> int | None:
@@ -46,9 +54,28 @@ def _kilobytes(file: Path, name: str) -> int | None:
 
 def trim_heap() -> None:
     """Give freed memory back to the system, where the C library can: glibc keeps much of it for later."""
-    try:
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
-    except (OSError, TypeError):  # Windows has no library without a name
-        return
+    trim = _of_libc("malloc_trim")
     if trim is not None:
         trim(0)
+
+
+def keep_heap() -> bool:
+    """Have the C library keep freed memory for the next tensors, up to `KEPT_HEAP`; False where it does not take that.
+
+    By default glibc gives it back after each large tensor, and the kernel clears every page of the next one anew.
+    Thresholds that the user has set in the environment stay.
+    """
+    if not _USER_SETTINGS.isdisjoint(os.environ):
+        return False
+    set_option = _of_libc("mallopt") if _of_libc("gnu_get_libc_version") is not None else None
+    if set_option is None:
+        return False
+    return bool(set_option(_M_TRIM_THRESHOLD, KEPT_HEAP)) and bool(set_option(_M_MMAP_THRESHOLD, _LARGEST_BLOCK))
+
+
+def _of_libc(name: str) -> Callable[..., int] | None:
+    """A function of the C library; None where it has none of that name, like musl many of glibc's."""
+    try:
+        return getattr(ctypes.CDLL(None), name, None)
+    except (OSError, TypeError):  # Windows has no library without a name
+        return None

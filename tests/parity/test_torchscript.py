@@ -127,6 +127,15 @@ def test_a_sequence_whose_blocks_lie_apart_takes_the_program_for_several(monkeyp
     assert 1 in rows
 
 
+def test_no_step_computes_the_width_of_a_head_again() -> None:
+    scripts = stage_of(component_of("llama, grouped heads")).runner.scripts
+    assert scripts is not None
+    for several in (False, True):
+        graph = str(scripts._programs[several].graph)  # type: ignore[attr-defined]
+        assert "aten::slice" in graph, "the rotary embedding cuts a head in halves"
+        assert "aten::floor_divide" not in graph
+
+
 @pytest.mark.skipif(not has_packed_float(), reason="packed float weights need x86")
 @pytest.mark.parametrize(
     ("kind", "dtype"), [(HalfLinear, torch.float16), (BlockedLinear, torch.float32)], ids=["half", "blocked"]

@@ -57,6 +57,31 @@ def test_a_released_block_can_be_taken_again() -> None:
     assert taken(pool, 1) == first
 
 
+def test_a_sequence_gets_adjacent_blocks_again_after_several_took_turns() -> None:
+    pool = BlockPool(8, 4)
+    tables = [taken(pool, 1), taken(pool, 1)]
+    for _ in range(3):
+        for table in tables:
+            blocks = pool.allocate(1, after=table[-1])
+            assert blocks is not None
+            table.extend(blocks)
+    for table in tables:
+        pool.release(table)
+    table = taken(pool, 3)
+    more = pool.allocate(1, after=table[-1])
+    assert more is not None
+    assert [*table, *more] == list(range(table[0], table[0] + 4))
+
+
+def test_adjacent_content_that_may_be_used_again_stays() -> None:
+    pool = BlockPool(4, 4)
+    first, second = taken(pool, 1), taken(pool, 1)
+    pool.publish(second[0], b"hash")
+    pool.release(second)
+    assert pool.allocate(1, after=first[0]) == [2]
+    assert pool.match([b"hash"]) == second
+
+
 def test_releasing_more_often_than_taking_raises() -> None:
     pool = BlockPool(2, 4)
     blocks = taken(pool, 1)

@@ -61,13 +61,22 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks for new content, or None (and nothing taken) when there is no room."""
+    def allocate(self, count: int, after: int | None = None) -> list[int] | None:
+        """`count` blocks for new content, or None (and nothing taken) when there is no room.
+
+        Where the next block by number, from that `after` on, is free and holds nothing worth keeping, it is taken:
+        keys and values of a sequence whose blocks are adjacent are read in place on the CPU.
+        """
         if count > len(self._free):
             return None
         blocks: list[int] = []
         for _ in range(count):
-            block, _none = self._free.popitem(last=False)
+            block = -1 if after is None else after + 1
+            if block in self._free and block not in self._hash_of:
+                del self._free[block]
+            else:
+                block, _none = self._free.popitem(last=False)
+            after = block
             old = self._hash_of.pop(block, None)
             if old is not None:
                 del self._block_of[old]

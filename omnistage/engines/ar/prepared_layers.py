@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from omnistage.config.schema import ARBudget
+from omnistage.core.memory import keep_heap
 from omnistage.engines.adapters.layers import AdapterLayers
 from omnistage.engines.ar.adapters import install_adapters
 from omnistage.engines.ar.component import ARComponent
@@ -16,6 +17,8 @@ def prepare_layers(
     component: ARComponent, budget: ARBudget, *, kernels: bool, adapters: AdapterLayers | None = None
 ) -> tuple[int, ...]:
     """Do what the budget says; the batch sizes to capture. `kernels`: the stage may run Triton kernels."""
+    if component.device.type == "cpu":
+        keep_heap()
     if component.spec.own_state is not None or component.spec.grouped:
         return ()  # it runs as it is in transformers
     set_experts(component.decoder, budget.experts, component.device, component.dtype)

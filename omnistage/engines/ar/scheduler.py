@@ -343,7 +343,8 @@ class Scheduler:
         return True
 
     def _try_grow(self, state: SequenceState, tokens: int) -> bool:
-        blocks = self.pool.allocate(self.pool.blocks_for(tokens) - len(state.blocks))
+        last = state.blocks[-1] if state.blocks else None
+        blocks = self.pool.allocate(self.pool.blocks_for(tokens) - len(state.blocks), after=last)
         if blocks is None:
             return False
         state.blocks.extend(blocks)

@@ -38,6 +38,7 @@ from omnistage.engines.ar.attention import (
 from omnistage.engines.ar.attention.sdpa import SdpaBackend, SdpaPlan
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.cpu_kernels import MIN_ROWS, WeightFirstLinear
+from omnistage.engines.quantisation.packed import PackedInt8Linear
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ _BLOCK_SIZE, _BLOCKS = 4, 12
 """Of the caches that programs are traced and compared with."""
 _LENGTHS = {False: ((5,), (14,), (6,)), True: ((7, 4), (3, 15, 9), (11,))}
 """Of the sequences of a step, by whether a program is for several: it is traced with the first, compared with all."""
+_MAX_TRACED = max(max(lengths[0]) for lengths in _LENGTHS.values())
+"""Tokens of the sequences that programs are traced with, and more than there are sequences."""
 _TRACER_SAYS = ("Python list", "NumPy array")
 """In the tracer's warnings where numbers are read without an operator."""
 _MAX_REASON_CHARS = 200
@@ -94,6 +97,8 @@ class _Several(AttentionPlan):
     slots: torch.Tensor
     lengths: torch.Tensor
     biases: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    head_rows: dict[int, torch.Tensor] = field(default_factory=dict)
+    head_biases: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
 
     def bias(self, window: int | None) -> torch.Tensor:
         """What is added to the scores, `[B, 1, 1, longest]`: computed once a step, not in every layer."""
@@ -105,14 +110,28 @@ class _Several(AttentionPlan):
             self.biases[window] = torch.zeros(()).masked_fill(~seen, float("-inf"))[:, None, None, :]
         return self.biases[window]
 
+    def by_head(self, window: int | None, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """For keys and values of each head apart: their rows int64 `[B * heads * longest]` in a cache
+        `[slots * heads, dim]`, and the bias `[B * heads, 1, longest]`."""
+        if heads not in self.head_rows:
+            self.head_rows[heads] = (self.slots[:, None, :] * heads + torch.arange(heads)[:, None]).flatten()
+        if (window, heads) not in self.head_biases:
+            bias = self.bias(window)[:, 0].expand(-1, heads, -1)
+            self.head_biases[window, heads] = bias.flatten(0, 1)[:, None]
+        return self.head_rows[heads], self.head_biases[window, heads]
+
 
 class _TracedAttention(AttentionBackend):
     """What `sdpa` computes for single queries, with all that differs between steps in tensors.
 
-    Caches are `[slots, kv_heads, head_dim]` here.
+    Caches are `[slots, kv_heads, head_dim]` here. `batched`: several sequences attend by batched products, which two
+    threads share well, where torch's fused attention takes a quarter longer; the sums round differently.
     """
 
     name = "traced"
+
+    def __init__(self, batched: bool) -> None:
+        self._batched = batched
 
     def plan(self, layout: BatchLayout, device: torch.device) -> AttentionPlan:
         raise NotImplementedError("programs are traced with plans of their own")
@@ -135,7 +154,15 @@ class _TracedAttention(AttentionBackend):
         (kv_heads, dim), value_dim = _sizes(keys), _sizes(values)[1]
         keys.index_copy_(0, paged.slot_mapping, key)
         values.index_copy_(0, paged.slot_mapping, value)
-        flat, longest = plan.slots.view(-1), plan.slots.shape[1]
+        longest = plan.slots.shape[1]
+        if self._batched:
+            rows, bias = plan.by_head(scores.window, kv_heads)
+            k = keys.view(-1, dim).index_select(0, rows).view(-1, longest, dim)
+            v = values.view(-1, value_dim).index_select(0, rows).view(-1, longest, value_dim)
+            q = query.reshape(-1, int(query.shape[1]) // kv_heads, dim)
+            weights = torch.baddbmm(bias.to(q.dtype), q, k.transpose(1, 2), alpha=scores.scale).softmax(-1)
+            return torch.bmm(weights, v).view(-1, int(query.shape[1]), value_dim)
+        flat = plan.slots.view(-1)
         k = keys.index_select(0, flat).view(-1, longest, kv_heads, dim).transpose(1, 2)
         v = values.index_select(0, flat).view(-1, longest, kv_heads, value_dim).transpose(1, 2)
         q = query.unflatten(1, (kv_heads, -1))  # type: ignore[no-untyped-call]
@@ -189,6 +216,8 @@ def _program_of(component: ARComponent, several: bool, inputs: tuple[Any, ...]) 
     compilation unit of its own is freed with the last reference to it. It holds the packed weights of all layers, which
     TorchScript cannot take for constants; there is no module below it, so that the forward is one list of operators.
     """
+    # A sum that rounds differently would push a quantised activation over the edge of its step.
+    batched = not any(isinstance(layer, PackedInt8Linear) for each in component.decoders for layer in each.modules())
     compiler: Any = torch._C  # what `torch.jit.trace` itself calls, without types
     module = compiler.ScriptModule("DecodeStep", compiler.CompilationUnit(), True)
     count = 0
@@ -211,12 +240,32 @@ def _program_of(component: ARComponent, several: bool, inputs: tuple[Any, ...]) 
             slot_mapping, plan = span, _Single(span)
         pairs = list(zip(caches[::2], caches[1::2], strict=True))
         bind_caches(component.attention_modules, pairs)
-        paged = current.paged = PagedContext(_TracedAttention(), slot_mapping, plan)
+        paged = current.paged = PagedContext(_TracedAttention(batched), slot_mapping, plan)
         return component.forward(embeds, positions, paged)
 
     names = [f"input_{number}" for number in range(len(inputs))]
     module._create_method_from_trace("forward", forward, inputs, lambda value: "", True, False, names, False)
-    return module._get_method("forward")  # type: ignore[no-any-return]
+    method = module._get_method("forward")
+    _fold_widths(method.graph)
+    return method  # type: ignore[no-any-return]
+
+
+def _fold_widths(graph: Any) -> None:
+    """Make numbers of the widths that the forward asks for, like a head's: what is computed with them is constant, too.
+
+    The tracer notes `x.shape[-1] // 2` as operators on tensors, of which a layer's rotary embedding has eight. Numbers
+    of sequences and tokens stay as they are; they are small where programs are traced.
+    """
+    for node in graph.findAllNodes("aten::size"):
+        tensor, axis = node.inputs()
+        sizes = tensor.type().sizes() if isinstance(tensor.type(), torch.TensorType) else None
+        dim = axis.toIValue()
+        if sizes is None or dim is None or dim % len(sizes) != len(sizes) - 1 or sizes[-1] <= _MAX_TRACED:
+            continue
+        with graph.insert_point_guard(node):  # the node stays: whatever still points at it finds it there
+            node.output().replaceAllUsesWith(graph.insertConstant(sizes[-1]))
+    compiler: Any = torch._C
+    compiler._jit_pass_constant_propagation(graph)
 
 
 class DecodeScripts:
