@@ -15,6 +15,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+
 from tools.torch_index import option
 
 ROOT = Path(__file__).parents[2]
