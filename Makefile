@@ -15,6 +15,8 @@ STAMP := $(VENV)/.installed
 OUT   := out
 BENCH ?=
 
+# Where CPU builds of torch are looked for first; without it, or where it cannot be reached, in pip's own indexes.
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 # torchvision publishes no CPU build for this torch: its Python code is used without its extension.
 TORCHVISION := torchvision==0.28.0
 
@@ -43,7 +45,8 @@ $(STAMP): pyproject.toml starter/pyproject.toml constraints.txt | $(BIN)/python
 	  $(BIN)/python -m pip install -e '.[dev,all]' -e ./starter; \
 	else \
 	  echo "no NVIDIA GPU: installing with the CPU torch of constraints.txt"; \
-	  $(BIN)/python -m pip install -c constraints.txt torch; \
+	  $(BIN)/python -m pip install -c constraints.txt \
+	    $$($(BIN)/python tools/torch_index.py '$(TORCH_CPU_INDEX)') torch; \
 	  $(BIN)/python -m pip install -c constraints.txt -e '.[dev,structured,diffusion,server,realtime,jwt,tracing]' -e ./starter; \
 	  $(BIN)/python -m pip install --no-deps $(TORCHVISION); \
 	fi

@@ -128,6 +128,8 @@ class OutputAssembler:
         for answer, pieces in zip(self._answers, self._text, strict=True):
             answer.text = "".join(pieces)
             answer.finish_reason = answer.finish_reason or reason
+        if reason is FinishReason.LENGTH and len(self._answers) == 1:  # also where its speech was cut, and not its text
+            self._answers[0].finish_reason = reason
         audio = None
         if self._audio:
             from omnistage.media.audio_output import AudioOutput

@@ -300,7 +300,12 @@ class RequestRun:
             stage.phase = Phase.ENDED
             stage.trace.finish = stage.reason
             over = all(other.phase is Phase.ENDED for other in self.stages.values())
-            return skipped, self.stages[self.lead].reason if over else None
+            return skipped, self._reason() if over else None
+
+    def _reason(self) -> FinishReason | None:
+        """The lead stage's, unless another was cut at its limit: its output is not whole either."""
+        reasons = [stage.reason for stage in self.stages.values()]
+        return FinishReason.LENGTH if FinishReason.LENGTH in reasons else self.stages[self.lead].reason
 
     def end(self, reason: FinishReason, error: OmniError | None, now: float) -> list[str] | None:
         """Fix the reason. The stages to abort, or None if the request was over already."""

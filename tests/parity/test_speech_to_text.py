@@ -201,6 +201,7 @@ def test_a_window_without_words_is_an_error_unless_nobody_speaks(
     end = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
     folder = checkpoint_with(folder, tmp_path / "m", begin_suppress_tokens=None, sequence_bias=[[[end], 1000.0]])
     spoken, silent = sound(9.3), AudioClip(np.zeros(9 * RATE, dtype=np.float32), RATE)
+    monkeypatch.setattr(losses, "vad_available", lambda: False)
     with Omni(folder, progress=False) as omni:
         outputs = omni.generate([SpeechPrompt(spoken), SpeechPrompt(silent)], progress=False)
         assert isinstance(outputs[0].error, UnclearSpeechError)
@@ -209,6 +210,24 @@ def test_a_window_without_words_is_an_error_unless_nobody_speaks(
         assert outputs[1].text == ""
         monkeypatch.setattr(losses, "_SPEECH_BELOW", 0.0)  # as a model that takes all of it for silence
         assert omni.generate(SpeechPrompt(spoken))[0].text == ""
+
+
+def test_music_without_words_is_no_error_where_a_detector_hears_nobody(
+    checkpoint_of: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whisper takes the music for speech, by its first token, and gives no words for it."""
+    pytest.importorskip("onnxruntime")
+    folder = checkpoint_of("speech_to_text", "whisper")
+    end = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    folder = checkpoint_with(folder, tmp_path / "m", begin_suppress_tokens=None, sequence_bias=[[[end], 1000.0]])
+    times = np.arange(9 * RATE) / RATE
+    chord = sum(np.sin(2 * np.pi * pitch * times) for pitch in (262, 330, 392)) * (0.2 + 0.1 * np.sin(9 * times))
+    music = AudioClip(np.asarray(chord, np.float32), RATE)
+    with Omni(folder, progress=False) as omni:
+        assert omni.generate(SpeechPrompt(music), progress=False)[0].text == ""
+        monkeypatch.setattr(losses, "speech_spans", lambda samples: [(0, RATE)])
+        with pytest.raises(UnclearSpeechError, match="gives no words"):
+            omni.generate(SpeechPrompt(music), progress=False)
 
 
 @pytest.mark.parametrize("seconds", [3.0, 13.0])

@@ -8,14 +8,17 @@ import hmac
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import jwt
 import pytest
+import websockets.sync.client as sockets
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from websockets.exceptions import ConnectionClosed
 
 from omnistage.core.errors import ConfigError
 from omnistage.server.access.jwt import SigningKey, TokenVerifier, read_keys, secret_key
@@ -52,6 +55,8 @@ def rsa_key() -> rsa.RSAPrivateKey:
 def test_a_valid_token_names_its_bearer() -> None:
     bearer = TokenVerifier([HS]).verify(token())
     assert (bearer.name, bearer.rate, bearer.max_concurrent, bearer.models) == ("jwt:ann", None, None, None)
+    assert TokenVerifier([HS]).verify(token(exp=2e9)).expires_at == pytest.approx(2e9, abs=60)
+    assert (TokenVerifier([HS]).verify(token(exp=10**300)).expires_at or 0) > 2e15
 
 
 @pytest.mark.parametrize(
@@ -79,8 +84,9 @@ def test_a_valid_token_names_its_bearer() -> None:
         lambda: "nothing",
         lambda: "x" * 9000,
         lambda: token() + "x",
+        lambda: token(exp=float("inf")),
     ],
-    ids=[str(number) for number in range(21)],
+    ids=[str(number) for number in range(22)],
 )
 def test_everything_else_is_refused_in_the_same_words(make_token: Callable[[], str]) -> None:
     with pytest.raises(AuthenticationError) as caught:
@@ -291,3 +297,22 @@ def test_tokens_come_in_over_http(caplog: pytest.LogCaptureFixture) -> None:
     lines = [json.loads(record.getMessage()) for record in caplog.records if record.name == "omnistage.audit"]
     assert [line["who"] for line in lines[:4]] == ["jwt:bob", "ann", None, None]
     assert right not in caplog.text
+
+
+class _Expiring(TokenVerifier):
+    """Its tokens are valid at the handshake, and not a moment longer."""
+
+    def verify(self, token: str) -> Holder:
+        return replace(super().verify(token), expires_at=time.time())
+
+
+def test_a_session_ends_when_its_token_expires() -> None:
+    service = Service(keyring=Keyring(tokens=_Expiring([HS])))
+    service.loading = False
+    with serving(service) as running:
+        headers = {"Authorization": f"Bearer {token()}"}
+        url = f"ws{running.url.removeprefix('http')}/v1/audio/speech/stream"
+        with sockets.connect(url, additional_headers=headers) as socket, pytest.raises(ConnectionClosed) as closed:
+            socket.recv(timeout=60)  # it sends nothing before it is asked for something
+        assert closed.value.rcvd is not None
+        assert (closed.value.rcvd.code, closed.value.rcvd.reason.partition(";")[0]) == (1008, "the token has expired")

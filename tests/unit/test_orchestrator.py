@@ -194,6 +194,16 @@ def test_the_reason_is_the_entry_stages_own() -> None:
     assert sink.final.finish_reason is FinishReason.LENGTH
 
 
+def test_an_answer_whose_speech_is_cut_is_not_whole() -> None:
+    """The text has ended by itself, and the talker at its limit."""
+    pipeline = Pipeline()
+    pipeline.stages["talker"].finish = FinishReason.LENGTH
+    sink = pipeline.submit()
+    pipeline.run()
+    assert sink.final.finish_reason is FinishReason.LENGTH
+    assert [answer.finish_reason for answer in sink.final.outputs] == [FinishReason.LENGTH]
+
+
 # ----------------------------------------------------------------------------------------------- admission
 
 

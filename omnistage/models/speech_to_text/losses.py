@@ -12,11 +12,15 @@ import torch
 
 from omnistage.core.errors import UnclearSpeechError
 from omnistage.core.transcripts import Transcript
+from omnistage.media.vad import speech_spans, vad_available
 from omnistage.models.speech_to_text.processor import SAMPLE_RATE
 
 _SPEECH_BELOW = 0.2
 """Whisper's probability that nobody speaks, below which a window without a word is an error. It is near 0 for clear
-speech, and above 0.6, from where on Whisper's own code leaves a window out, for silence."""
+speech, and above 0.6, from where on Whisper's own code leaves a window out, for silence. Music may be on either side:
+where a speech detector is installed, it must hear somebody, too."""
+_MIN_SPEECH_SECONDS = 0.25
+"""Of the detector's; less is a click or a cough."""
 _SILENCE = 1e-4
 """Samples whose peak is below this (-80 dB) are silent."""
 
@@ -82,11 +86,19 @@ class WindowLoss:
         """Whether somebody is heard in the window from there, by the model's first token."""
         frames, hop = window_frames(self.model), self.extractor.hop_length
         first = round(start * SAMPLE_RATE / hop)
-        if np.abs(samples[first * hop : (first + frames) * hop]).max(initial=0.0) < _SILENCE:
+        heard = samples[first * hop : (first + frames) * hop]
+        if np.abs(heard).max(initial=0.0) < _SILENCE:
             return False
         window = features[:, first : first + frames]
         window = torch.nn.functional.pad(window, (0, frames - window.shape[-1]))
         config = self.model.generation_config
         begin = torch.tensor([[config.decoder_start_token_id]], device=features.device)
         logits = self.model(input_features=window[None], decoder_input_ids=begin).logits[0, -1].float()
-        return float(logits.softmax(-1)[config.no_timestamps_token_id - 1]) < _SPEECH_BELOW
+        if float(logits.softmax(-1)[config.no_timestamps_token_id - 1]) >= _SPEECH_BELOW:
+            return False
+        return not vad_available() or _speech_seconds(heard) >= _MIN_SPEECH_SECONDS
+
+
+def _speech_seconds(samples: np.ndarray) -> float:
+    """How much of it is speech, for the detector, which knows music, noise and silence from it."""
+    return sum(end - start for start, end in speech_spans(np.ascontiguousarray(samples, np.float32))) / SAMPLE_RATE

@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 _MAX_TOKEN_CHARS = 8192
 _MAX_NAME_CHARS = 200
 _LEEWAY_SECONDS = 10
+_END_OF_TIME = 2**53
+"""In seconds: tokens may name any number."""
 _MIN_SECRET_BYTES = 32
 _MIN_RSA_BITS = 2048
 _RSA = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512")
@@ -85,7 +87,7 @@ class TokenVerifier:
             if len(token) > _MAX_TOKEN_CHARS:
                 raise ValueError("too long")
             return self._holder(self._claims(token))
-        except (jwt.PyJWTError, ValidationError, ValueError, TypeError, RecursionError) as error:
+        except (jwt.PyJWTError, ValidationError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
             # Only the kind of error: what a token contains is its holder's.
             _log.debug("a token was refused: %s", type(error).__name__)
             raise AuthenticationError(INVALID_KEY) from None
@@ -125,7 +127,15 @@ class TokenVerifier:
             _smaller(limits.requests_per_minute, self._rate),
             _smaller(limits.max_concurrent, self._max_concurrent),
             models,
+            expires_at=min(_seconds(claims["exp"]), _END_OF_TIME) + _LEEWAY_SECONDS,
         )
+
+
+def _seconds(claim: object) -> int:
+    """A time in a token, which PyJWT has read the same way."""
+    if not isinstance(claim, int | float | str):
+        raise TypeError("a time is a number")
+    return int(claim)
 
 
 def _scoped_models(scope: object) -> frozenset[str] | None:

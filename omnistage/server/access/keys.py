@@ -102,6 +102,8 @@ class Holder:
     """Shared by all tokens of one holder; the limits are each token's own."""
     address: str | None = None
     """The client's address, for requests without a key."""
+    expires_at: float | None = None
+    """When a web token is no longer valid, in Unix seconds."""
 
     @contextmanager
     def count(self, activity: Activity, limit: int | None = None, *, number: int = 1) -> Iterator[None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ ENDPOINT = "WS /v1/realtime"
 SPEECH_ENDPOINT = "WS /v1/audio/speech/stream"
 _PROTOCOL = "realtime"
 _KEY_PROTOCOL = "openai-insecure-api-key."
-_NORMAL, _GOING_AWAY, _TOO_BIG, _INTERNAL_ERROR = 1000, 1001, 1009, 1011
+_NORMAL, _GOING_AWAY, _REFUSED, _TOO_BIG, _INTERNAL_ERROR = 1000, 1001, 1008, 1009, 1011
 Data = TypeVar("Data", str, bytes)
 _MAX_SHARE = 4
 """A key without a limit of its own may have one of this many parts of all sessions."""
@@ -107,7 +108,7 @@ async def _serve(
         messages: Hold = websocket.scope["state"][HOLD]
         messages.assign(holder)
         stack.callback(memory.set, 0)
-        await _Connection(socket, session, service, options).run()
+        await _Connection(socket, session, service, options, holder.expires_at).run()
 
 
 @router.websocket("/{path:path}")
@@ -225,7 +226,11 @@ class _Socket:
 class _Connection:
     """A session on its socket, until one of them ends."""
 
-    def __init__(self, socket: _Socket, session: _Session, service: Service, options: Options) -> None:
+    def __init__(
+        self, socket: _Socket, session: _Session, service: Service, options: Options, expires_at: float | None
+    ) -> None:
+        """`expires_at`: when the client's token is no longer valid, in Unix seconds."""
+        self._expires_at = expires_at
         self._socket = socket
         self._session = session
         self._service = service
@@ -239,8 +244,11 @@ class _Connection:
         finished = asyncio.ensure_future(session.finished.wait())
         try:
             awaited: set[asyncio.Future[Any]] = {reader, finished, disconnected}
-            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-            if not reader.done() and disconnected.done():  # its result could not be delivered
+            valid = None if self._expires_at is None else max(0.0, self._expires_at - time.time())
+            ended, _ = await asyncio.wait(awaited, timeout=valid, return_when=asyncio.FIRST_COMPLETED)
+            if not ended:
+                await self._socket.close(_REFUSED, "the token has expired; connect again with a new one")
+            elif not reader.done() and disconnected.done():  # its result could not be delivered
                 self._note_disconnect(disconnected.result())
             elif not reader.done():
                 await self._socket.close(_GOING_AWAY, "the service is stopping")

@@ -86,6 +86,8 @@ class SpeechEvent(TypedDict):
     type: Literal["speech.audio.delta", "speech.audio.done"]
     audio: NotRequired[str]
     usage: NotRequired[TokenCounts]
+    finish_reason: NotRequired[Literal["length"]]
+    """Where the speech was cut: the model generates no more at once."""
 
 
 class VoiceList(TypedDict):
@@ -241,6 +243,8 @@ async def _events(running: Running, format: str, *, reads: bool = False, speed: 
                 else:
                     # A voice that reads aloud uses no tokens: those of its other stages stand for nothing.
                     data = {"type": "speech.audio.done", "usage": _usage(Usage() if reads else piece.usage)}
+                    if piece.finish_reason is FinishReason.LENGTH:
+                        data["finish_reason"] = "length"
                 yield event(data)
                 started = True
         except OmniError as error:
