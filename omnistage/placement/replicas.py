@@ -81,7 +81,7 @@ class Replicas:
         max_restarts: int,
         host: Callable[[], Host] = LocalProcess,
         release: Callable[[], None] = lambda: None,
-        fork_server: Callable[[Sequence[str]], ForkServer] | None = None,
+        fork_server: Callable[[Sequence[str], Start], ForkServer] | None = None,
     ) -> None:
         """`starts` has for each process what it is to do; those that are lost are forked from a `fork_server`.
 
@@ -133,7 +133,7 @@ class Replicas:
         if self._make_fork_server is None or (server is not None and not server.ended()):
             return
         try:
-            server = self._make_fork_server(tuple(self._modules))
+            server = self._make_fork_server(tuple(self._modules), self._replicas[0].start)
         except Exception as error:  # the boundary of an optional process: restarts take longer without it
             log_defect(f"starting the fork server of group {self._name}", error)
             return
