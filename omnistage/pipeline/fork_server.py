@@ -1,8 +1,8 @@
 """A process from which workers are forked: `python -m omnistage.pipeline.fork_server MODULE [ARGUMENT...] SOCKET`.
 
-It is started by `placement.fork_server`. It imports the modules that it is told, then forks a process for each
-request, in which `MODULE.main` runs as it would in a new interpreter. It computes nothing: a fork has one thread alone,
-and no fork can use a GPU that its parent has used.
+It is started by `placement.fork_server`. It imports the modules that it is told and has `MODULE.prepare` do what the
+forks need not do again, then forks a process for each request, in which `MODULE.main` runs as it would in a new
+interpreter. It starts no thread, since a fork has one alone, and uses no GPU, which no fork could use after it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import selectors
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 
 from omnistage.placement.fork_server import CODE_BYTES, PID_BYTES
@@ -37,6 +38,21 @@ def preload(modules: Sequence[str]) -> None:
             import_module(name)
         except Exception as error:  # the boundary to libraries: a worker that needs it imports it itself
             _log.debug("module %s is not imported: %s", name, type(error).__name__)
+
+
+def prepare(work: Callable[[], None]) -> None:
+    """Do it here if it leaves nothing behind that forks do not have, which a first fork finds out."""
+    if (child := os.fork()) == 0:
+        try:
+            work()
+            os._exit(0 if is_safe() else _UNSAFE_CODE)
+        finally:
+            os._exit(1)
+    _pid, status = os.waitpid(child, 0)
+    if os.waitstatus_to_exitcode(status) == 0:
+        work()
+    else:
+        _log.info("forks prepare their stages themselves: that cannot be done for them")
 
 
 def is_safe() -> bool:
@@ -131,7 +147,10 @@ def main(arguments: list[str]) -> None:
         return
     checked = os.environ.get(_NVML_CHECK)
     os.environ[_NVML_CHECK] = "1"
-    preload(json.loads(line))
+    task = json.loads(line)
+    preload(task["modules"])
+    if task["stages"]:
+        prepare(partial(import_module(command[0]).prepare, task["arguments"], task["stages"]))
     if not is_safe():
         _log.error("a library starts threads as it is imported: lost processes are not forked but started anew")
         sys.exit(_UNSAFE_CODE)
@@ -141,7 +160,10 @@ def main(arguments: list[str]) -> None:
         os.environ[_NVML_CHECK] = checked
     gc.collect()
     gc.freeze()  # the pages of what was imported stay shared
-    control.sendall(b"r")
+    try:
+        control.sendall(b"r")
+    except BrokenPipeError:  # the service has ended meanwhile
+        return
     Forks(control, command).serve()
 
 

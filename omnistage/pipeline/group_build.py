@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from omnistage.config import OmniEngineArgs, ResolvedConfig, resolve
@@ -13,7 +13,9 @@ from omnistage.core.stage import Stage
 from omnistage.models.registry import REGISTRY
 from omnistage.pipeline.build import Report, bridges_of, build_stages, load_plan
 from omnistage.pipeline.phases import PhaseTimes
+from omnistage.placement.devices import place
 from omnistage.placement.messages import Start
+from omnistage.placement.needs import NeedsReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,30 @@ def build_group(
         bridges_of(resolved.graph, registry),
         resolved.config.deployment.max_step_seconds,
     )
+
+
+def prepare_group(arguments: str, stages: Sequence[str], *, registry: Registry = REGISTRY) -> None:
+    """Build the networks of these stages without data: what that reads and imports, forks of this process have.
+
+    `arguments` are `OmniEngineArgs` as JSON. Does nothing where there are GPUs, which a fork cannot use after its
+    parent, and where the family builds nothing without data.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    here = resolve(OmniEngineArgs.model_validate_json(arguments), registry=registry).restricted(stages)
+    if not registry.family(here.model.family).plans_memory:
+        return
+    deployment, threads = here.config.deployment, torch.get_num_threads()
+    reader = NeedsReader(here.model, registry, deployment.dtype)
+    torch.set_num_threads(1)  # more would be started, which forks do not have
+    try:
+        for name, stage in here.config.pipeline.local_stages.items():
+            with torch.device("cpu"):
+                reader.outline(name, stage, *place(name, stage, deployment))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _as_started(resolved: ResolvedConfig, start: Start) -> ResolvedConfig:

@@ -28,9 +28,9 @@ from omnistage.engines.diffusion.step_plan import TransformerCall
 from omnistage.engines.ranks import ComputeGroup, FollowingRank
 from omnistage.models.registry import REGISTRY
 from omnistage.pipeline.build import load_component
-from omnistage.pipeline.rank import BEAT_SECONDS
 from omnistage.placement.devices import resolve_device
 from omnistage.placement.messages import Failed, Message, Ready, Serve, StartRank, Stop
+from omnistage.placement.silence import LOOK_SECONDS
 from omnistage.placement.worker_process import LocalProcess, Worker
 
 _COMMAND = ("-m", "omnistage.pipeline.rank")
@@ -195,15 +195,10 @@ class Ranks:
 
     def _watch(self) -> None:
         """Until the end: end a rank that does not respond, which then is a rank that has ended."""
-        last_signs, silent_beats = dict.fromkeys(self._workers, 0.0), dict.fromkeys(self._workers, 0)
-        while not self._ended.wait(BEAT_SECONDS):
+        while not self._ended.wait(LOOK_SECONDS):
             for rank, worker in enumerate(self._workers, start=1):
-                # Counted, since this process may have been stopped itself.
-                silent_beats[worker] = silent_beats[worker] + 1 if worker.heard == last_signs[worker] else 0
-                last_signs[worker] = worker.heard
-                silent = silent_beats[worker] * BEAT_SECONDS
-                if silent_beats[worker] and worker.unexplained_silence(silent) >= HANG_SECONDS:
-                    self._lose(f"rank {rank} of stage {self._name!r} has not responded for {silent:g} s")
+                if worker.hangs(HANG_SECONDS):
+                    self._lose(f"rank {rank} of stage {self._name!r} has not responded for {HANG_SECONDS:g} s")
                     worker.kill()
 
     def _rank_ended(self, rank: int, worker: Worker) -> None:

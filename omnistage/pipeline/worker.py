@@ -23,7 +23,7 @@ from omnistage.core.failures import isolate, log_defect
 from omnistage.core.stage import Stage
 from omnistage.core.threads import DaemonThreads
 from omnistage.core.types import FinishReason, StageChunk
-from omnistage.pipeline.group_build import GroupParts, build_group
+from omnistage.pipeline.group_build import GroupParts, build_group, prepare_group
 from omnistage.pipeline.links import Links
 from omnistage.pipeline.loop import StageLoop
 from omnistage.pipeline.loop_threads import loop_threads, sharing
@@ -246,6 +246,11 @@ def imported_modules() -> tuple[str, ...]:
         for name, module in list(sys.modules.items())
         if (spec := getattr(module, "__spec__", None)) is not None and spec.name == name and spec.origin
     )
+
+
+def prepare(arguments: str, stages: Sequence[str]) -> None:
+    """Do in a process what its forks, which then run `main`, need not do."""
+    prepare_group(arguments, stages)
 
 
 def main(arguments: list[str]) -> None:

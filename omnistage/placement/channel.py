@@ -26,6 +26,7 @@ from omnistage.media.decode_protocol import memory_file
 from omnistage.placement.device_memory import DeviceMemory
 from omnistage.placement.encoding import Buffers, decode, encode, to_json
 from omnistage.placement.messages import Copied, Message
+from omnistage.placement.silence import turns_of
 
 _log = logging.getLogger(__name__)
 
@@ -153,6 +154,9 @@ class Channel:
         self._writing = False
         self._data = bytearray()
         self._files: deque[int] = deque()
+        self._reader = 0
+        """The system's number of the thread that reads."""
+        self._reader_turns: int | None = None
 
     def start(self) -> None:
         threading.Thread(target=self._read, name=f"omnistage-{self._name}-read", daemon=True).start()
@@ -227,6 +231,7 @@ class Channel:
                     self._frames.popleft().close()
 
     def _read(self) -> None:
+        self._reader = threading.get_native_id()
         try:
             while True:
                 data, files, _flags, _address = self._receive_bytes()
@@ -264,12 +269,18 @@ class Channel:
         if self._devices is not None:
             self._devices.peer_devices = frozenset(devices)
 
-    def has_unread(self) -> bool:
-        """Whether something has come that the channel's thread has not yet read, since it gets no processor itself."""
+    def is_drained(self) -> bool:
+        """Whether `arrived` was called for all that has come. Called by one thread.
+
+        Not where the channel's thread has run since the last call: it may have read something, and wait for Python's
+        lock to say so.
+        """
         try:
-            return readable(self._socket, 0.0)
+            unread = readable(self._socket, 0.0)
         except ValueError:  # it is closed
-            return False
+            unread = False
+        before, self._reader_turns = self._reader_turns, turns_of(self._reader)
+        return not unread and self._reader_turns == before
 
     def _receive_bytes(self) -> tuple[bytes, list[int], int, object]:
         if self._devices is not None:

@@ -1,5 +1,5 @@
-"""A process that has imported what the processes of a group need and runs nothing itself, seen from the service: where
-one of the group is lost, the next is forked from it and has nothing left to import.
+"""A process that has imported and prepared what the processes of a group need and runs nothing itself, seen from the
+service: where one of the group is lost, the next is forked from it and has that already.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from omnistage.placement.channel import readable
+from omnistage.placement.messages import Start
 from omnistage.placement.worker_process import WORKER_MODULE, LocalProcess
 
 _MODULE = "omnistage.pipeline.fork_server"
@@ -33,17 +34,21 @@ def supports_forks() -> bool:
 class ForkServer:
     """All methods are called from one thread, `close` from any."""
 
-    def __init__(self, modules: Sequence[str], command: Sequence[str] = (WORKER_MODULE,)) -> None:
-        """`modules` are imported first; `command` is the module that a forked process runs, with its arguments."""
+    def __init__(
+        self, modules: Sequence[str], start: Start | None = None, command: Sequence[str] = (WORKER_MODULE,)
+    ) -> None:
+        """`modules` are imported first; `start` is what forked processes will be told, for which all that can be is
+        prepared; `command` is the module that they run, with its arguments."""
         self._process = LocalProcess(("-m", _MODULE, *command))
         self._socket, self.pid = self._process.socket, self._process.pid
         self._ready = False
         with self._socket.makefile("w") as file:
-            file.write(json.dumps(list(modules)) + "\n")
+            arguments, stages = (start.arguments, start.stages) if start is not None else ("", ())
+            file.write(json.dumps({"modules": list(modules), "arguments": arguments, "stages": stages}) + "\n")
 
     @property
     def ready(self) -> bool:
-        """It has imported everything."""
+        """It has imported and prepared everything."""
         if not self._ready:
             try:
                 self._ready = self._socket.recv(1, socket.MSG_DONTWAIT) != b""

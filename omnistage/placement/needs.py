@@ -156,8 +156,6 @@ class NeedsReader:
     def read(self, name: str, stage: LocalStageConfig, device: torch.device, dtype: torch.dtype) -> StageNeeds:
         import torch
 
-        from omnistage.engines.peak_memory import META
-
         device_name = "cuda" if str(device) == "cuda:0" else str(device)  # one GPU, not two
         where = (name, device_name, str(dtype).removeprefix("torch."))
         if not self._plans:
@@ -165,14 +163,20 @@ class NeedsReader:
             self._counted = True  # which stage has which is unknown: all of them count once
             return _Estimate(*where, weights)
         with torch.device("cpu"):  # tables that libraries make on import must have values
-            context = LoadContext(self._model, name, stage, META, dtype, requested_dtype=self._dtype, target=device)
-            component = self._registry.component(stage.component)(context)
+            component = self.outline(name, stage, device, dtype)
             self._plan_quantised(stage, component)
         if isinstance(stage, ARStageConfig):
             return self._autoregressive(where, component, stage, device)
         if isinstance(stage, CodecStageConfig):
             return self._codec(where, component, stage.budget, device)
         return self._diffusion(where, component, stage, device)
+
+    def outline(self, name: str, stage: LocalStageConfig, device: torch.device, dtype: torch.dtype) -> object:
+        """A stage's component without data, of a family whose memory is planned."""
+        from omnistage.engines.peak_memory import META
+
+        context = LoadContext(self._model, name, stage, META, dtype, requested_dtype=self._dtype, target=device)
+        return self._registry.component(stage.component)(context)
 
     def _plan_quantised(self, stage: LocalStageConfig, component: object) -> None:
         from omnistage.engines.peak_memory import META

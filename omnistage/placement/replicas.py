@@ -14,6 +14,7 @@ from omnistage.core.stage import StageState
 from omnistage.core.threads import DaemonThreads
 from omnistage.placement.fork_server import ForkServer
 from omnistage.placement.messages import Message, Start, Stop
+from omnistage.placement.silence import LOOK_SECONDS
 from omnistage.placement.worker_process import Host, LocalProcess, Worker
 
 _log = logging.getLogger(__name__)
@@ -24,7 +25,6 @@ STEADY_SECONDS = 10.0
 """A process that has run for so long has run for a while."""
 RESTART_MEMORY = 600.0
 """A process that has run for so many seconds has all its restarts again."""
-_CHECK_SECONDS = 0.1
 _CLOSE_SECONDS = 1.0
 
 
@@ -81,7 +81,7 @@ class Replicas:
         max_restarts: int,
         host: Callable[[], Host] = LocalProcess,
         release: Callable[[], None] = lambda: None,
-        fork_server: Callable[[Sequence[str]], ForkServer] | None = None,
+        fork_server: Callable[[Sequence[str], Start], ForkServer] | None = None,
     ) -> None:
         """`starts` has for each process what it is to do; those that are lost are forked from a `fork_server`.
 
@@ -133,7 +133,7 @@ class Replicas:
         if self._make_fork_server is None or (server is not None and not server.ended()):
             return
         try:
-            server = self._make_fork_server(tuple(self._modules))
+            server = self._make_fork_server(tuple(self._modules), self._replicas[0].start)
         except Exception as error:  # the boundary of an optional process: restarts take longer without it
             log_defect(f"starting the fork server of group {self._name}", error)
             return
@@ -270,10 +270,9 @@ class Replicas:
         self.give_up(worker, worker.ending())
 
     def _watch(self) -> None:
-        checked = time.monotonic()
         while True:
             with self._changed:
-                if self._changed.wait_for(lambda: self._closing, _CHECK_SECONDS):
+                if self._changed.wait_for(lambda: self._closing, LOOK_SECONDS):
                     return
                 now = time.monotonic()
                 due = [each for each in self._replicas if each.due is not None and each.due <= now]
@@ -282,18 +281,9 @@ class Replicas:
                 workers = [each.worker for each in self._replicas if each.worker is not None]
             for replica in due:
                 self._starter.submit(self._restart, replica)
-            # Where this thread itself had to wait, nothing may have been read meanwhile.
-            late, checked = now - checked - _CHECK_SECONDS, now
             for worker in workers:
-                if late > self._hang_seconds / 2:
-                    worker.heard = now
-                elif self._hangs(worker, now - worker.heard):
+                if self._has_work(worker) and worker.hangs(self._hang_seconds):
                     self.give_up(worker, f"it has not responded for {self._hang_seconds:g} s")
-
-    def _hangs(self, worker: Worker, silent: float) -> bool:
-        if silent < self._hang_seconds / 2 or not self._has_work(worker):
-            return False
-        return worker.unexplained_silence(silent) > self._hang_seconds
 
     def _restart(self, replica: _Replica) -> None:
         try:

@@ -19,7 +19,7 @@ from omnistage.placement.channel import Channel
 from omnistage.placement.clock import boot_id
 from omnistage.placement.device_memory import used_devices
 from omnistage.placement.messages import Message, Start, Stop
-from omnistage.placement.silence import BUSY_FACTOR, Silence
+from omnistage.placement.silence import FREE_SHARE, Silence
 
 WORKER_MODULE = "omnistage.pipeline.worker"
 START_SECONDS = 1800.0
@@ -101,13 +101,17 @@ class Worker:
     def _arrived(self) -> None:
         self.heard = time.monotonic()
 
-    def unexplained_silence(self, silent: float) -> float:
-        """Of so many seconds without a sign of life, those in which it could have given one that had been read here.
+    def hangs(self, seconds: float) -> bool:
+        """Whether it has given no sign of life for so long although it could have, and it would have been read here.
 
-        To be called now and then during the silence.
+        To be called every `LOOK_SECONDS` while it has work, from one thread.
         """
-        unexplained = self._silence.unexplained(self.heard, silent)
-        return min(unexplained, silent / BUSY_FACTOR) if self._channel.has_unread() else unexplained
+        sign, now = self.heard, time.monotonic()
+        if now - sign < seconds * FREE_SHARE:
+            return False
+        silent = self._silence.look(sign, now, seconds, drained=self._channel.is_drained())
+        # Looking took time, in which a sign may have come: the channel's thread reads it, then notes it.
+        return silent >= seconds and self._channel.is_drained() and self.heard == sign
 
     def _take(self, messages: list[Message]) -> None:
         for message in messages:

@@ -5,10 +5,14 @@ While the file HOLD exists, its stages are in a step.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
+import threading
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 from omnistage.core.family import Bridge
 from omnistage.core.types import SideRows, StageChunk, TokenChunk
@@ -21,6 +25,8 @@ LOADING = ".loading"
 """While HOLD with this suffix exists, it loads."""
 POISON = "poison"
 """The request of this id makes steps raise."""
+prepared = ""
+"""The file in which a fork notes whose it is, once `prepare` was told it."""
 
 
 def real_rows(bridge: Bridge) -> Bridge:
@@ -77,7 +83,20 @@ class FakeWorker(Worker):
         return GroupParts(graph, stages, bridges, None)
 
 
+def prepare(arguments: str, stages: Sequence[str]) -> None:
+    """What the arguments say to do in the process that forks come from."""
+    global prepared
+    task = json.loads(arguments)
+    if task.get("thread"):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    if task.get("fail"):
+        raise RuntimeError("this cannot be prepared")
+    prepared = task.get("note", "")
+
+
 def main(arguments: list[str]) -> None:
+    if prepared:
+        Path(prepared).write_text(str(os.getppid()))
     TensorStage.hold = arguments[0]
     os._exit(FakeWorker(socket.socket(fileno=int(arguments[1]))).run())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import logging
 import os
 import random
@@ -292,7 +293,7 @@ def test_lost_processes_are_forked_from_one_that_has_imported_what_they_need(
 def test_a_fork_server_that_is_stopped_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_server, "_FORK_SECONDS", 0.2)
     command = ("tests.unit.placement_worker", str(tmp_path / "hold"))
-    server = fork_server.ForkServer(["json", "tests.unit.no_such_module"], command)
+    server = fork_server.ForkServer(["json", "tests.unit.no_such_module"], command=command)
     eventually(lambda: server.ready)
     os.kill(server.pid, signal.SIGSTOP)
     assert server.fork() is None
@@ -315,7 +316,7 @@ def test_a_fork_that_could_not_use_gpus_becomes_a_new_interpreter(tmp_path: Path
     command = ("tests.unit.placement_worker", str(tmp_path / "hold"))
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(tmp_path))
-        server = fork_server.ForkServer(["uses_cuda"], command)
+        server = fork_server.ForkServer(["uses_cuda"], command=command)
     eventually(lambda: server.ready)
     process = server.fork()
     assert process is not None
@@ -338,6 +339,21 @@ def test_a_library_that_starts_threads_is_not_forked(tmp_path: Path) -> None:
     eventually(server.ended)
     assert not server.ready
     assert server.fork() is None
+
+
+@pytest.mark.parametrize("fault", [None, "thread", "fail"])
+def test_what_can_be_prepared_for_forks_is_and_the_rest_is_left_to_them(tmp_path: Path, fault: str | None) -> None:
+    note = tmp_path / "note"
+    arguments = json.dumps({"note": str(note), **({fault: True} if fault else {})})
+    start = Start(arguments, ("talker",), None, None, 1.0, 30)
+    server = fork_server.ForkServer(["torch"], start, command=("tests.unit.placement_worker", str(tmp_path / "hold")))
+    eventually(lambda: server.ready)
+    process = server.fork()
+    assert process is not None
+    process.socket.close()  # before it has been told what to run
+    assert process.wait(60) == 0
+    assert (note.read_text() if note.exists() else None) == (None if fault else str(server.pid))
+    server.close()
 
 
 def test_a_process_that_hangs_while_it_starts_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
