@@ -154,7 +154,7 @@ class Held:
         def waiting() -> object:
             if next(steps) >= free:
                 self.waits = True
-                assert self.go.wait(30)
+                assert self.go.wait(120)
             return step()
 
         patch.setattr(stage, "step", waiting)
