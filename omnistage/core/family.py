@@ -176,6 +176,14 @@ class TokenText(Protocol):
 
 
 @runtime_checkable
+class TokenSpelling(Protocol):
+    """An input processor that has its tokens' vocabulary. Thread-safe."""
+
+    def spellings(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary spells it, like `ĠHello`; the ids are of the vocabulary."""
+
+
+@runtime_checkable
 class SpeechReader(Protocol):
     """An input processor of a model that can speak a text as it is."""
 

@@ -56,6 +56,7 @@ class DecodeProcess:
                 pass_fds=shared,
                 env=_environment(),
                 cwd="/",
+                process_group=0,  # Ctrl-C in a terminal is for the service, also while this imports
             )
             self._close_files = files.pop_all().close
 

@@ -143,6 +143,10 @@ class PromptTokenizer:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=False)
         return text
 
+    def spellings(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary spells it; empty for an id without one."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
     def count(self, text: str) -> int:
         """The tokens of a rendered text, whatever its length."""
         return len(self._encode([text])[0])

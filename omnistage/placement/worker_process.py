@@ -55,6 +55,7 @@ class LocalProcess:
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, "PYTHONPATH": path},
+                process_group=0,  # Ctrl-C in a terminal is for the service, also while this imports
             )
         self.pid = self._process.pid
 

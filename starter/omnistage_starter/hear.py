@@ -138,6 +138,9 @@ class PromptBuilder:
         """The text of tokens, special ones included."""
         return self._processor.decode(token_ids)
 
+    def spellings(self, token_ids: Sequence[int]) -> list[str]:
+        return self._processor.spellings(token_ids)
+
     def check_template(self, template: TemplateOptions) -> None:
         """Each problem is the template's own, found when it is applied."""
 

@@ -114,6 +114,12 @@ class StarterProcessor:
             raise UnsupportedModalityError("the language model's server has its tokenizer; ask that", param="model")
         return self._prompts.decode(token_ids)
 
+    def spellings(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary spells it."""
+        if not isinstance(self._prompts, PromptBuilder):
+            raise UnsupportedModalityError("the language model's server has its tokenizer; ask that", param="model")
+        return self._prompts.spellings(token_ids)
+
     def _tokens(self, payload: ChatInput) -> OmniTokensPrompt | None:
         """None where the language model's server has the tokenizer."""
         prompt = self._prompts.prompt(payload)

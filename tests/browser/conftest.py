@@ -35,15 +35,24 @@ ARGUMENTS = (
     "--use-fake-ui-for-media-stream",
     "--autoplay-policy=no-user-gesture-required",
 )
-# What the browser is told to play, and when: kept beside the page's own count.
+# What the browser is told to play, when, and where it is cut off: kept beside the page's own count.
 WATCH_SOUND = """
 window.started = [];
-const start = AudioBufferSourceNode.prototype.start;
+const pieces = new WeakMap();
+const { start, stop } = AudioBufferSourceNode.prototype;
 AudioBufferSourceNode.prototype.start = function (when, ...rest) {
   if (this.context instanceof AudioContext) {
-    window.started.push({ when, samples: this.buffer.length, rate: this.buffer.sampleRate });
+    const { length: samples, sampleRate: rate, duration } = this.buffer;
+    const piece = { when, samples, rate, until: when + duration };
+    pieces.set(this, piece);
+    window.started.push(piece);
   }
   return start.call(this, when, ...rest);
+};
+AudioBufferSourceNode.prototype.stop = function (...rest) {
+  const piece = pieces.get(this);
+  if (piece !== undefined) piece.until = Math.min(piece.until, this.context.currentTime);
+  return stop.call(this, ...rest);
 };
 """
 

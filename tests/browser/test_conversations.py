@@ -56,7 +56,7 @@ def test_a_reload_loses_nothing(page: Page, watched: Watched, tmp_path: Path) ->
     assert page.locator(".answer").first.locator(".words").inner_text() == said
     assert page.locator(".picture img").evaluate("image => image.decode().then(() => image.naturalWidth)") == 64
     expect(page.locator(".bubble figcaption")).to_have_text(file.name)
-    page.wait_for_function("document.querySelector('.replay audio').duration > 0.1")
+    page.wait_for_function("() => document.querySelector('.replay audio').duration > 0.1")
     use(page, "omni")
     page.locator("#out-audio").uncheck()
     ended(ask(page, "And now?"))

@@ -76,10 +76,16 @@ def usages(answer: Answer) -> list[Any]:
 
 
 def streamed_call(answer: Answer) -> bool:
-    deltas = [c["delta"] for event in answer.events for c in event["choices"] if c["delta"].get("tool_calls")]
-    name = deltas[0]["tool_calls"][0]["function"]["name"]
-    arguments = "".join(d["tool_calls"][0]["function"].get("arguments") or "" for d in deltas)
-    return name == "get_weather" and "city" in json.loads(arguments)
+    """One call or several, which the model may make: the pieces of each have its index."""
+    names: dict[int, str] = {}
+    arguments: dict[int, str] = {}
+    for event in answer.events:
+        for piece in (one for choice in event["choices"] for one in choice["delta"].get("tool_calls") or ()):
+            index, function = piece["index"], piece["function"]
+            names[index] = names.get(index) or function["name"]
+            arguments[index] = arguments.get(index, "") + (function.get("arguments") or "")
+    # The last call may be cut off by max_tokens; the first may not.
+    return set(names.values()) == {"get_weather"} and "city" in json.loads(arguments[0])
 
 
 def logprobs(answer: Answer) -> Any:

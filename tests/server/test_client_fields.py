@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import ssl
 import subprocess
 from pathlib import Path
@@ -251,8 +252,55 @@ def test_texts_become_tokens_and_texts_again(server: Running, client: openai.Ope
     assert chat["count"] == answer.usage.prompt_tokens
     counted = post(server, "/v1/responses/input_tokens", {"input": HELLO}).json()
     assert counted == {"object": "response.input_tokens", "input_tokens": chat["count"]}
+    spelled = post(server, "/tokenize", {"prompt": text, "return_token_strs": True}).json()
+    assert spelled["tokens"] == tokens["tokens"]
+    assert len(spelled["token_strs"]) == tokens["count"]
+    assert "".join(spelled["token_strs"]).replace("\u0120", " ") == text
     assert post(server, "/detokenize", {"tokens": [10**9]}).json()["error"]["param"] == "tokens"
     assert httpx.get(f"{server.url}/version").json()["version"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_of_log_probabilities_go_by_their_ids(server: Running, stream: bool) -> None:
+    flags = {"return_tokens_as_token_ids": True, "return_token_ids": True, "stream": stream}
+    for path, body in (
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2, **flags}),
+        ("/v1/completions", {"prompt": "Once", "max_tokens": 6, "temperature": 0, "logprobs": 2, **flags}),
+    ):
+        answer = post(server, path, body)
+        lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")] or [answer.text]
+        choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+        ids = [token for choice in choices for token in choice.get("token_ids") or ()]
+        logprobs = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        if "content" in logprobs[0]:
+            entries = [entry for one in logprobs for entry in one["content"]]
+            names, tops = (
+                [entry["token"] for entry in entries],
+                [entry["top_logprobs"][0]["token"] for entry in entries],
+            )
+        else:
+            names = [name for one in logprobs for name in one["tokens"]]
+            tops = [next(iter(top)) for one in logprobs for top in one["top_logprobs"]]
+        assert names == [f"token_id:{token}" for token in ids]
+        assert all(re.fullmatch(r"token_id:\d+", name) for name in tops)
+        assert len(ids) == 6
+
+
+def test_a_prompt_keeps_its_last_tokens(server: Running) -> None:
+    text = "Once upon a time"
+    asked: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "echo": True}
+    tokens = post(server, "/tokenize", {"prompt": text}).json()["tokens"]
+    wanted = post(server, "/v1/completions", {**asked, "prompt": tokens[-2:]}).json()
+    for prompt in (text, tokens):
+        body = {**asked, "prompt": prompt, "truncate_prompt_tokens": 2}
+        cut = post(server, "/v1/completions", body).json()
+        assert cut["choices"] == wanted["choices"]
+        assert cut["usage"]["prompt_tokens"] == 2
+    whole = post(server, "/v1/completions", {**asked, "prompt": text, "truncate_prompt_tokens": -1}).json()
+    assert whole["usage"]["prompt_tokens"] == len(tokens)
+    for count in (0, -2, 10**7):
+        error = post(server, "/v1/completions", {**asked, "prompt": text, "truncate_prompt_tokens": count})
+        assert (error.status_code, error.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
 
 
 # ---------------------------------------------------------------------------------------------------- responses

@@ -422,6 +422,15 @@ class TestProcesses:
             decode_image(ordinary(), LIMITS)
             assert pool.processes() == processes
 
+    def test_ctrl_c_does_not_reach_processes_that_still_start(self) -> None:
+        """They ignore it once they run; until then Python would print where they were."""
+        process = DecodeProcess()
+        try:
+            assert os.getpgid(process.pid) == process.pid != os.getpgid(0)
+        finally:
+            process.kill()
+            process.close()
+
     @linux
     def test_the_memory_of_a_large_item_is_given_back_whatever_came_of_it(self) -> None:
         with decode_processes(1) as pool:

@@ -311,6 +311,13 @@ def test_where_forks_cannot_be_watched_lost_processes_are_started_anew(
     assert "standby of group voice needs Linux" in caplog.text
 
 
+def test_ctrl_c_does_not_reach_a_worker_that_still_starts() -> None:
+    process = worker_process.LocalProcess(("-c", ""))
+    assert os.getpgid(process.pid) == process.pid != os.getpgid(0)
+    assert process.wait(60) == 0
+    process.socket.close()
+
+
 def test_a_fork_that_could_not_use_gpus_becomes_a_new_interpreter(tmp_path: Path) -> None:
     (tmp_path / "uses_cuda.py").write_text("import torch\ntorch.cuda._is_in_bad_fork = lambda: True\n")
     command = ("tests.unit.placement_worker", str(tmp_path / "hold"))

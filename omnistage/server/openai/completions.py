@@ -29,10 +29,11 @@ from omnistage.server.http.routing import api_router, json_response
 from omnistage.server.http.sse import DONE_EVENT, LastPiece, event, stream_response
 from omnistage.server.openai.base import only
 from omnistage.server.openai.chat.request import FORMAT_PATHS, ResponseFormat
+from omnistage.server.openai.chat.response import tokens_by_id
 from omnistage.server.openai.request_models import SamplingFields, StreamOptions
 from omnistage.server.openai.response_models import Finish, TokenUsage, finish_of, usage_of
 from omnistage.server.openai.running import RunningUsage, text_stage, with_model_name
-from omnistage.server.openai.tokenize import decoded
+from omnistage.server.openai.tokenize import decoded, prompt_tokens
 from omnistage.server.service import ServedModel, Service
 
 router = api_router()
@@ -71,6 +72,9 @@ class CompletionRequest(SamplingFields):
     best_of: int | None = Field(default=None, description="Must be n: every answer is returned.")
     # Of a chat the template writes them, of a text the tokenizer
     add_special_tokens: Annotated[bool | None, only(True, why="is the model's own choice; leave it out")] = None
+    truncate_prompt_tokens: int | None = Field(
+        default=None, ge=-1, description="Keep the last tokens of each prompt, this many; -1: what the model may read."
+    )
     prompt_embeds: Annotated[None, only(why="embeddings as a prompt are for the Python API; send text")] = None
 
     def check(self) -> None:
@@ -129,6 +133,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     body.check()
     body.note_ignored()
     prompts = _prompts(body)
+    if body.truncate_prompt_tokens is not None:
+        prompts = await _truncated(service, holder, model, prompts, body.truncate_prompt_tokens)
     echoes = await _echoes(prompts, model, service.owner_of(holder)) if body.echo else []
     running = _running(service, holder, model, prompts, body)
     if body.stream:
@@ -218,6 +224,27 @@ def _prompts(body: CompletionRequest) -> list[Prompt]:
     return [OmniTokensPrompt(one) if isinstance(one, tuple) else one for one in prompt]
 
 
+async def _truncated(
+    service: Service, holder: Holder, model: ServedModel, prompts: Sequence[Prompt], count: int
+) -> list[Prompt]:
+    """The last tokens of each prompt, as many as `count` says; -1: what the model may read."""
+    limit = model.omni.orchestrator.stages[text_stage(model)].max_model_len
+    if count == 0 or (limit is not None and count > limit):
+        raise InvalidRequestError(
+            f"must be -1 or between 1 and {limit}, which the model may read", param="truncate_prompt_tokens"
+        )
+    kept: list[Prompt] = []
+    for place, prompt in enumerate(prompts):
+        name = f"prompt[{place}]" if len(prompts) > 1 else "prompt"
+        names = {"prompt": name, "prompt_token_ids": name}
+        ids = await prompt_tokens(service, holder, model, prompt, RequestOptions(["text"]), names)
+        if isinstance(ids, int):
+            raise InvalidRequestError("the prompt has media; leave it out", param="truncate_prompt_tokens")
+        most = limit if count == -1 else count
+        kept.append(OmniTokensPrompt(ids if most is None else ids[-most:]))
+    return kept
+
+
 async def _echoes(prompts: Sequence[Prompt], model: ServedModel, owner: str | None) -> list[str]:
     """The text of each prompt."""
     processor = model.omni.processor
@@ -249,7 +276,7 @@ def _choice(body: CompletionRequest, index: int, output: CompletionOutput, offse
     choice: CompletionChoice = {
         "index": index,
         "text": output.text,
-        "logprobs": _logprobs(output.logprobs, offset) if output.logprobs else None,
+        "logprobs": _logprobs(output.logprobs, offset, body) if output.logprobs else None,
         "finish_reason": finish_of(output.finish_reason),
         "stop_reason": output.stop_reason,
     }
@@ -258,15 +285,16 @@ def _choice(body: CompletionRequest, index: int, output: CompletionOutput, offse
     return choice
 
 
-def _logprobs(entries: Sequence[TokenLogprobs], offset: int) -> CompletionLogprobs:
+def _logprobs(entries: Sequence[TokenLogprobs], offset: int, body: CompletionRequest) -> CompletionLogprobs:
     offsets = []
     for entry in entries:
         offsets.append(offset)
         offset += len(entry.chosen.text)
+    shown = tokens_by_id(entries) if body.return_tokens_as_token_ids else entries
     return {
-        "tokens": [entry.chosen.text for entry in entries],
-        "token_logprobs": [entry.chosen.logprob for entry in entries],
-        "top_logprobs": [{token.text: token.logprob for token in entry.top} for entry in entries],
+        "tokens": [entry.chosen.text for entry in shown],
+        "token_logprobs": [entry.chosen.logprob for entry in shown],
+        "top_logprobs": [{token.text: token.logprob for token in entry.top} for entry in shown],
         "text_offset": offsets,
     }
 

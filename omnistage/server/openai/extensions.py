@@ -100,6 +100,9 @@ class ExtensionFields(WireModel):
         default=None, description="SGLang's form of structured_outputs.json."
     )
     allowed_token_ids: Annotated[tuple[int, ...], max_items(MAX_ALLOWED_IDS)] | None = None
+    return_tokens_as_token_ids: bool | None = Field(
+        default=None, description="Name the tokens of log probabilities by their ids, as `token_id:ID`."
+    )
     spaces_between_special_tokens: bool | None = Field(default=None, description="Without effect.")
     request_id: str | None = Field(
         default=None, max_length=256, description="Without effect; send the header X-Request-Id."
@@ -114,14 +117,10 @@ class ExtensionFields(WireModel):
     length_penalty: Annotated[float | None, only(1, why="is for beam search, which is not supported")] = None
     early_stopping: Annotated[bool | None, only(False, why="is for beam search, which is not supported")] = None
     prompt_logprobs: Annotated[None, only(why=_PROMPT_LOGPROBS)] = None
-    truncate_prompt_tokens: Annotated[None, only(why="a prompt is never cut; shorten it")] = None
     bad_words: Annotated[tuple[str, ...] | None, only([], why=f"{_LEAVE_OUT}, or send logit_bias")] = None
     logits_processors: Annotated[tuple[str, ...] | None, only([], why=_LEAVE_OUT)] = None
     mm_processor_kwargs: Annotated[IgnoredOptions | None, only({}, why=_LEAVE_OUT)] = None
     media_io_kwargs: Annotated[IgnoredOptions | None, only({}, why=_LEAVE_OUT)] = None
-    return_tokens_as_token_ids: Annotated[
-        Literal[False] | None, only(False, why="is not supported; send return_token_ids")
-    ] = None
     cache_salt: Annotated[None, only(why="prefixes are shared by all requests; leave it out")] = None
     kv_transfer_params: Annotated[IgnoredOptions | None, only({}, why=_LEAVE_OUT)] = None
     vllm_xargs: Annotated[IgnoredOptions | None, only({}, why=_LEAVE_OUT)] = None

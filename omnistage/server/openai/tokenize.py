@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from omnistage.core.cancellation import Cancellation, cancellation_scope
 from omnistage.core.errors import InvalidRequestError, UnsupportedModalityError
-from omnistage.core.family import AnyProcessor, TokenText
+from omnistage.core.family import AnyProcessor, TokenSpelling, TokenText
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import OmniTokensPrompt
 from omnistage.core.validation import field_error
@@ -43,7 +43,7 @@ class TokenizeRequest(TemplateFields, ToolFields):
     prompt: str | None = None
     messages: UncheckedMessages | None = None
     add_special_tokens: Annotated[bool | None, only(True, why="is the model's own choice; leave it out")] = None
-    return_token_strs: Annotated[Literal[False] | None, only(False, why="is not supported; send /detokenize")] = None
+    return_token_strs: bool | None = Field(default=None, description="Also each token as the vocabulary spells it.")
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -63,7 +63,7 @@ class Tokens(TypedDict):
     count: int
     max_model_len: int | None
     tokens: list[int]
-    token_strs: None
+    token_strs: list[str] | None
 
 
 class Text(TypedDict):
@@ -89,7 +89,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> JSONResponse:
         "count": len(ids),
         "max_model_len": None if stage is None else model.omni.orchestrator.stages[stage].max_model_len,
         "tokens": list(ids),
-        "token_strs": None,
+        "token_strs": _spellings(model, ids) if body.return_token_strs else None,
     }
     return JSONResponse(tokens)
 
@@ -140,6 +140,12 @@ async def _prepared(
             return await prepare(work, preparation, lane_of(prompt, options.tools))
     except InvalidRequestError as error:
         raise rename_param(error, rename or {"prompt_token_ids": "tokens"}) from None
+
+
+def _spellings(model: ServedModel, ids: Sequence[int]) -> list[str]:
+    if not isinstance(model.omni.processor, TokenSpelling):
+        raise InvalidRequestError("is not supported by this model; leave it out", param="return_token_strs")
+    return model.omni.processor.spellings(ids)
 
 
 def decoded(processor: AnyProcessor, prompt: Any) -> str:

@@ -89,6 +89,15 @@ export function fromBase64(text) {
   return data;
 }
 
+const STEP = 8192; // bytes; a call takes only so many arguments
+
+/** Bytes as base64, at once. */
+export function base64Of(data) {
+  let binary = "";
+  for (let i = 0; i < data.length; i += STEP) binary += String.fromCharCode(...data.subarray(i, i + STEP));
+  return btoa(binary);
+}
+
 export async function toBase64(blob) {
   const url = await new Promise((resolve, reject) => {
     const reader = new FileReader();

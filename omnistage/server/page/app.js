@@ -4,14 +4,15 @@ import { Attachments, setUpAttachments } from "./attachments.js";
 import { Answer, append } from "./chat.js";
 import { Connection } from "./connection.js";
 import { Conversation, attachmentRecord, restored } from "./conversation.js";
-import { $, el, icon } from "./dom.js";
+import { $ } from "./dom.js";
+import { showExamples } from "./examples.js";
 import { Exchange } from "./exchange.js";
 import { Gauges } from "./gauges.js";
 import { hear } from "./heard.js";
 import { Keeper } from "./keeper.js";
 import { onKey, setUpKey } from "./key.js";
 import { setUpMicrophone } from "./microphone.js";
-import { choose as chooseOutput, chooseModel, describe, examplesFor, outputs, refusal, rememberOutputs, showModels, showOutputs, showVoice } from "./models.js";
+import { chooseModel, describe, outputs, placeholder, refusal, rememberOutputs, showModels, showOutputs } from "./models.js";
 import { setUpPanels, setUpTheme } from "./panel.js";
 import { Params } from "./params.js";
 import { Past } from "./past.js";
@@ -19,7 +20,7 @@ import { unlockAudio } from "./player.js";
 import { Question } from "./question.js";
 import { buildRequest } from "./request.js";
 import { setUpSnippets } from "./snippets.js";
-import { load, onOtherTab } from "./store.js";
+import { load, onOtherTab, recover } from "./store.js";
 import { Talk, itemsOf, settingsOf } from "./talk.js";
 import { Timeline } from "./timeline.js";
 import { setUpViewer } from "./viewer.js";
@@ -33,7 +34,7 @@ let last = null; // the latest request, for snippets
 const model = () => models.find(({ id }) => id === $("model").value);
 const timeline = new Timeline();
 const params = new Params();
-const attachments = new Attachments(notice, keepDraft);
+const attachments = new Attachments(notice, () => (keepDraft(), keeper.flush()));
 const connection = new Connection(found);
 const gauges = new Gauges(
   (reachable) => connection.seen(reachable),
@@ -44,7 +45,7 @@ const past = new Past({ current: () => conversation.id, open, deleted, problem: 
 const keeper = new Keeper(notKept, () => past.draw());
 const exchange = new Exchange({ timeline, busy, grown: (...of) => keeper.answer(...of) });
 const microphone = setUpMicrophone(attachments, notice);
-const talk = new Talk({ notice, turn: spokenTurn, answer: spokenAnswer, spoken: (...of) => exchange.showSpeech(...of), answered, changed: talking });
+const talk = new Talk({ notice, turn: spokenTurn, answer: spokenAnswer, grown: spokenGrown, spoken: (...of) => exchange.showSpeech(...of), answered, changed: talking });
 
 function notice(text = "") {
   $("notice").textContent = text;
@@ -74,7 +75,7 @@ function choose() {
   $("attach").hidden = chosen.reads;
   $("prompt").placeholder = placeholder(chosen);
   $("empty-text").textContent = describe(chosen);
-  $("examples").replaceChildren(...examplesFor(chosen).map(example));
+  showExamples(chosen, write);
   const lost = chosen.chats ? conversation.unreadable(chosen.input) : [];
   notice(misfits() || refusal(chosen, lost, " from above; it gets the rest of the conversation."));
 }
@@ -82,25 +83,11 @@ function choose() {
 /** What hinders sending: attachments that the model does not take. */
 const misfits = () => refusal(model(), attachments.misfits, ": remove it, or choose another model.");
 
-function placeholder(chosen) {
-  if (chosen.reads) return "Text to speak";
-  return chosen.chats ? "Message" : `Describe a ${chosen.films ? "video" : "picture"}`;
-}
-
-function example({ icon: name, text, action, output }) {
-  const button = el("button", { type: "button", class: "example" }, icon(name), el("span", {}, text));
-  button.addEventListener("click", () => {
-    if (output) chooseOutput(output);
-    if (action === "record" || action === "talk") {
-      $(action === "talk" ? "talk" : "mic").click();
-      return;
-    }
-    $("prompt").value = text;
-    typed();
-    $("prompt").focus();
-    if (action === "attach") $("attach").click();
-  });
-  return el("li", {}, button);
+/** Put a text into the message box. */
+function write(text) {
+  $("prompt").value = text;
+  typed();
+  $("prompt").focus();
 }
 
 // ---------------------------------------------------------------------------------------------------- messages
@@ -157,7 +144,7 @@ function showTurn(of, turn) {
   const edited = (text) => ask(turn, text);
   const listened = async (item) => {
     await hear(item, model());
-    keeper.heard(of, turn);
+    await keeper.message(of, turn); // before it is shown
   };
   turn.question = new Question(turn, { edited, hear: listened });
   append(turn.question.element);
@@ -198,17 +185,17 @@ function talking(on) {
   gauges.wake(on);
 }
 
-/** The user has spoken: a turn with the recording. */
-function spokenTurn(wav) {
-  const file = new File([wav], `spoken-${conversation.turns.length + 1}.wav`, { type: "audio/wav" });
-  const turn = conversation.add({ text: "", attachments: [] });
-  showTurn(conversation, turn);
-  restored({ kind: "audio", name: file.name, file }).then((item) => {
-    turn.attachments.push(item);
-    turn.question.show();
-    keeper.question(conversation, turn);
-    if (model().transcribes) turn.question.listen(item);
-  });
+/** The user has spoken: a turn with the recording, which is shown when it is stored. */
+async function spokenTurn(wav) {
+  const of = conversation;
+  const file = new File([wav], `spoken-${of.turns.length + 1}.wav`, { type: "audio/wav" });
+  const turn = of.add({ text: "", attachments: [] });
+  showTurn(of, turn);
+  const item = await restored({ kind: "audio", name: file.name, file });
+  turn.attachments.push(item);
+  await keeper.message(of, turn);
+  turn.question.show();
+  if (model().transcribes) turn.question.listen(item);
 }
 
 function spokenAnswer() {
@@ -219,9 +206,14 @@ function spokenAnswer() {
   return view;
 }
 
-function answered(view) {
-  view.turn.answer = view.record;
-  keeper.answer(view.of, view.turn);
+function spokenGrown(view) {
+  keeper.answer(view.of, view.turn, view);
+}
+
+async function answered(view, how, failure) {
+  view.settle(how, failure);
+  await keeper.answer(view.of, view.turn, view);
+  view.finish();
 }
 
 // ------------------------------------------------------------------------------------------- past conversations
@@ -230,9 +222,10 @@ function show(next, draft = null) {
   stopAll();
   conversation.close();
   conversation = next;
+  keeper.resume(next, draft);
   sessionStorage.setItem(SHOWN, next.id);
   last = null;
-  $("prompt").value = draft?.text ?? ""; // before the attachments change, which keeps the draft
+  $("prompt").value = draft?.text ?? "";
   attachments.clear();
   $("messages").replaceChildren();
   $("empty").hidden = next.turns.length > 0;
@@ -304,6 +297,18 @@ function typed() {
   keepDraft();
 }
 
+/** What this tab showed before a reload comes first: nobody writes into what is replaced. */
+async function start() {
+  $("composer").inert = true;
+  const before = sessionStorage.getItem(SHOWN);
+  await recover().catch(notKept);
+  if (before) await open(before);
+  sessionStorage.setItem(SHOWN, conversation.id);
+  $("composer").inert = false;
+  past.draw();
+  connection.connect();
+}
+
 function currentRequest() {
   if (model() === undefined) return null;
   const text = $("prompt").value.trim();
@@ -342,8 +347,4 @@ setUpPanels();
 setUpViewer();
 setUpAttachments(attachments);
 setUpSnippets(currentRequest);
-connection.connect();
-const before = sessionStorage.getItem(SHOWN);
-sessionStorage.setItem(SHOWN, conversation.id);
-if (before) open(before);
-past.draw();
+start();

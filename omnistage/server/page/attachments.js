@@ -47,7 +47,10 @@ export function preview({ kind, name, file, url }) {
 }
 
 export class Attachments {
-  /** `refuse(message)` shows why a file was not attached; `changed()` is called whenever the list is another. */
+  /**
+   * `refuse(message)` shows why a file was not attached; `changed()` is called when files were added or removed, and gives a
+   * promise that is fulfilled when the list is stored: a file is shown from then on.
+   */
   constructor(refuse, changed) {
     this.refuse = refuse;
     this.changed = changed;
@@ -101,12 +104,15 @@ export class Attachments {
     const { round } = this;
     const content = kind === "text" ? { text: await file.text() } : { base64: await toBase64(file) };
     if (round !== this.round) return; // another conversation has begun while it was read
-    this.items.push({ kind, name, file, url: URL.createObjectURL(file), ...content });
+    const item = { kind, name, file, url: URL.createObjectURL(file), ...content };
+    this.items.push(item);
+    await this.changed();
+    if (!this.items.includes(item)) return; // it was sent meanwhile, or another conversation has begun
     this.draw();
     announce(`${name} attached`);
   }
 
-  /** The attachments of the message that is being sent; the list is empty afterwards. */
+  /** The attachments of the message that is being sent, which keeps them; the list is empty afterwards. */
   take() {
     const taken = this.items;
     this.items = [];
@@ -114,9 +120,9 @@ export class Attachments {
     return taken;
   }
 
-  /** Attach what was kept. */
+  /** Attach what was kept, before what was attached since. */
   put(items) {
-    this.items = items;
+    this.items = [...items, ...this.items];
     this.draw();
   }
 
@@ -127,7 +133,6 @@ export class Attachments {
   }
 
   draw() {
-    this.changed();
     const list = $("attachments");
     list.hidden = this.items.length === 0;
     list.replaceChildren(
@@ -135,6 +140,7 @@ export class Attachments {
         const remove = iconButton("close", `Remove ${item.name}`, () => {
           URL.revokeObjectURL(item.url);
           this.items = this.items.filter((other) => other !== item);
+          this.changed();
           this.draw();
           $("prompt").focus();
         });

@@ -52,6 +52,7 @@ export class Answer {
     this.trace = null;
     this.video = null;
     this.sound = null;
+    this.player = null; // of the speech, while this page has received it
     this.ended = null; // "done", "stopped" or "error"
     this.error = null;
     this.facts = [];
@@ -86,6 +87,24 @@ export class Answer {
     if (record.speech) answer.showReplay(record.speech);
     answer.close(record.ended ?? "stopped", record.error, record.ended ? record.facts : ["interrupted", ...record.facts]);
     return answer;
+  }
+
+  /** The speech of an answer that still grows, as base64; its record gets it when it is whole. */
+  get soundSoFar() {
+    return this.sound === null && this.player?.received ? this.player.base64 : null;
+  }
+
+  /** Take a file into the record, without showing it; false for other events and for previews. */
+  hold({ type, index, url, preview: early, seed, blob, name }) {
+    if (type === "image" && !early) {
+      const [head, data] = url.split(",");
+      this.pictures.set(index, { blob: new Blob([fromBase64(data)], { type: head.slice(5).split(";")[0] }), seed });
+    } else if (type === "video") {
+      this.video = { blob, name };
+    } else {
+      return false;
+    }
+    return true;
   }
 
   take(event) {
@@ -130,10 +149,10 @@ export class Answer {
     this.progress.hidden = false;
   }
 
-  showPicture({ index, url, preview: early, seed }) {
+  showPicture({ index, url, preview: early }) {
     if (!early) {
-      const [head, data] = url.split(",");
-      this.showDone(index, new Blob([fromBase64(data)], { type: head.slice(5).split(";")[0] }), seed);
+      const { blob, seed } = this.pictures.get(index);
+      this.showDone(index, blob, seed);
       return;
     }
     const figure = this.figure(index);
@@ -176,6 +195,7 @@ export class Answer {
 
   /** The speech: its state while it plays, then controls to replay and save it. */
   showSpeech(player, over) {
+    this.player = player;
     this.speech.hidden = false;
     if (this.speech.childElementCount === 0) {
       const quiet = el("button", { type: "button", class: "button" }, "Stop playback");
@@ -202,11 +222,18 @@ export class Answer {
     this.speech.append(el("div", { class: "replay" }, this.replay, save));
   }
 
-  /** The end: "done", "stopped" or an error. */
-  finish(how, error = null) {
+  /** The record ends: "done", "stopped" or an error. It is shown by `finish`. */
+  settle(how, error = null) {
     const took = (performance.now() - this.began) / 1000;
-    this.close(error ? "error" : how, error?.message ?? null, error && !this.text ? [] : this.factsOf(how, took));
-    if (!error) announce(how === "stopped" ? "Stopped" : `Answer: ${this.spoken()}`);
+    if (this.player?.received) this.sound ??= this.player.wav();
+    const facts = error && !this.text ? [] : this.factsOf(how, took);
+    Object.assign(this, { ended: error ? "error" : how, error: error?.message ?? null, facts });
+  }
+
+  finish() {
+    if (this.player?.received) this.showSpeech(this.player, true);
+    this.close(this.ended, this.error, this.facts);
+    if (this.error === null) announce(this.ended === "stopped" ? "Stopped" : `Answer: ${this.spoken()}`);
   }
 
   close(how, error, facts) {

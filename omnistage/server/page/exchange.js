@@ -8,7 +8,10 @@ import { run, watchTrace } from "./run.js";
 const displayed = (error) => (error instanceof ApiError ? error : new Error("The connection was lost. Try again."));
 
 export class Exchange {
-  /** `busy(on)` is called when a request begins or ends; `grown(turn)` whenever its answer is to be kept. */
+  /**
+   * `busy(on)` is called when a request begins or ends; `grown(conversation, turn, view, now)` whenever its answer is to be
+   * kept, and gives a promise: with `now` it is fulfilled when that is stored.
+   */
   constructor({ timeline, busy, grown }) {
     Object.assign(this, { timeline, busy, grown });
     this.running = null; // the AbortController of the request that runs
@@ -27,15 +30,13 @@ export class Exchange {
     this.player?.stop();
     this.player = new Player((one) => this.showSpeech(one, view, this.running !== control));
     const speech = this.player;
-    const keep = () => {
-      if (this.left) return;
-      turn.answer = view.record;
-      this.grown(conversation, turn);
-    };
+    const keep = (now) => (this.left ? Promise.resolve() : this.grown(conversation, turn, view, now));
     let failure = null;
+    keep();
     try {
       for await (const event of run(request, { signal: control.signal, tag })) {
         if (event.type === "audio") speech.push(event.data, event.rate);
+        if (view.hold(event)) await keep(true); // a file is shown when it is stored
         view.take(event);
         keep();
       }
@@ -43,10 +44,11 @@ export class Exchange {
       if (!control.signal.aborted) failure = error;
     }
     this.end(control);
-    if (speech.received > 0) this.showSpeech(speech, view, true);
-    view.finish(control.signal.aborted ? "stopped" : "done", failure && displayed(failure));
-    keep();
     if (failure) watching.abort();
+    view.settle(control.signal.aborted ? "stopped" : "done", failure && displayed(failure));
+    await keep(true);
+    if (speech.received > 0) this.showSpeech(speech, view, true);
+    view.finish();
     return failure;
   }
 

@@ -48,7 +48,7 @@ export class Gauges {
   draw({ models, memory }) {
     const model = models[this.model.id];
     if (model === undefined) return;
-    $("gauges-total").textContent = `${count(model.admitted)} requests`;
+    $("gauges-total").textContent = model.admitted === 1 ? "1 request" : `${count(model.admitted)} requests`;
     this.meter("queue", "In flight", model.inflight, model.max_inflight, `${model.inflight} of ${model.max_inflight}`);
     for (const [name, stage] of Object.entries(model.stages)) this.stage(name, stage);
     for (const replica of model.replicas) this.replica(replica, model.replicas);

@@ -1,6 +1,6 @@
 // A spoken conversation over `v1/realtime`: the microphone streams, the service finds the turns, speech interrupts.
 
-import { fromBase64 } from "./api.js";
+import { base64Of, fromBase64 } from "./api.js";
 import { key } from "./key.js";
 import { Player, unlockAudio } from "./player.js";
 import { Capture } from "./recorder.js";
@@ -8,13 +8,6 @@ import { Resampler, levelOf, toPcm16, wavFile } from "./wav.js";
 
 const RATE = 24_000; // samples a second, both ways
 const KEPT_SECONDS = 200; // of the microphone: more than a turn may have
-const BASE64_STEP = 8192;
-
-function base64Of(data) {
-  let binary = "";
-  for (let i = 0; i < data.length; i += BASE64_STEP) binary += String.fromCharCode(...data.subarray(i, i + BASE64_STEP));
-  return btoa(binary);
-}
 
 /** The samples that were sent, for as long as a turn may need them. */
 class Sent {
@@ -46,15 +39,16 @@ class Sent {
 export class LiveSession {
   /**
    * `hooks`: `state(name)`: connecting, listening, hearing, thinking or speaking; `turn(wav)` when the user has spoken;
-   * `answer()` gives the view of the answer to the latest turn; `spoken(player, view, over)`; `answered(view)`;
-   * `problem(text)`; `ended()`.
+   * `answer()` gives the view of the answer to the latest turn; `grown(view)`; `spoken(player, view, over)`;
+   * `answered(view, how, failure)` ends it; `problem(text)`; `ended()`.
    */
   constructor(hooks) {
     this.hooks = hooks;
     this.sent = new Sent();
     this.muted = false;
     this.level = 0; // of the microphone
-    this.player = null;
+    this.player = null; // what is heard
+    this.voice = null; // the speech of the latest answer, also where it was interrupted
     this.view = null;
     this.item = null; // of the answer that is spoken
     this.over = false;
@@ -134,7 +128,9 @@ export class LiveSession {
   }
 
   text(delta) {
-    this.view?.take({ type: "text", text: delta });
+    if (this.view === null) return;
+    this.view.take({ type: "text", text: delta });
+    this.hooks.grown(this.view);
   }
 
   sound({ delta, item_id: item }) {
@@ -142,10 +138,10 @@ export class LiveSession {
     if (this.item !== item) {
       const { view } = this;
       this.item = item;
-      this.player = new Player((one) => this.sounds(one, view));
+      this.player = this.voice = new Player((one) => this.sounds(one, view));
       this.hooks.state("speaking");
     }
-    this.player?.push(fromBase64(delta), RATE);
+    this.voice?.push(fromBase64(delta), RATE);
   }
 
   sounds(player, view) {
@@ -154,16 +150,16 @@ export class LiveSession {
   }
 
   done({ status, status_details: details, usage }) {
-    const { view, player } = this;
+    const { view, voice } = this;
     if (view === null) return;
     this.view = null;
+    this.voice = null;
     if (usage) view.take({ type: "usage", usage: { completion_tokens: usage.output_tokens } });
     if (details?.reason === "max_output_tokens") view.take({ type: "finish", reason: "length" });
-    if (player !== null) this.hooks.spoken(player, view, true);
+    if (voice !== null) this.hooks.spoken(voice, view, true);
     const failure = status === "failed" ? new Error(details?.error?.message ?? "The answer failed.") : null;
-    view.finish(status === "cancelled" ? "stopped" : "done", failure);
-    this.hooks.answered(view);
-    if (status !== "cancelled" && !player?.playing) this.hooks.state("listening");
+    this.hooks.answered(view, status === "cancelled" ? "stopped" : "done", failure);
+    if (status !== "cancelled" && !voice?.playing) this.hooks.state("listening");
   }
 
   refused(error) {
@@ -189,9 +185,8 @@ export class LiveSession {
     if (this.view !== null) {
       const { view } = this;
       this.view = null;
-      if (this.player !== null) this.hooks.spoken(this.player, view, true);
-      view.finish("stopped");
-      this.hooks.answered(view);
+      if (this.voice !== null) this.hooks.spoken(this.voice, view, true);
+      this.hooks.answered(view, "stopped", null);
     }
     this.hooks.ended();
   }

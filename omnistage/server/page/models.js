@@ -98,27 +98,6 @@ export function showVoice() {
 export const outputs = () =>
   [...$("outputs").querySelectorAll("input")].filter(({ checked }) => checked).map(({ name }) => name);
 
-const SMALL = 256; // pixels: pictures below it have room for one thing
-const TEXTS = ["What is the capital of France?", "Write a haiku about the sea"];
-const PICTURES = ["A lighthouse at dusk, watercolour", "A paper boat on a calm lake, morning light", "An isometric library full of plants"];
-const SMALL_PICTURES = ["A red apple", "A blue butterfly", "A yellow flower"];
-
-/** Example prompts for this model; actions are "attach", "record" and "talk", `output` is what the answer needs. */
-export function examplesFor(model) {
-  const takes = (kind) => model.input.includes(kind);
-  if (model.reads) return [{ icon: "speaker", text: "The sea is calm tonight." }];
-  if (model.films && !model.chats) return [{ icon: "image", text: "Waves rolling onto a quiet beach" }];
-  const pictures = (model.defaults.drawing?.width ?? 1024) < SMALL ? SMALL_PICTURES : PICTURES;
-  if (!model.chats) return pictures.map((text) => ({ icon: "image", text }));
-  const examples = [{ icon: "spark", text: TEXTS[0] }];
-  if (model.draws) examples.push({ icon: "image", text: `Draw ${pictures[0].toLowerCase()}`, output: "image" });
-  if (model.speaks) examples.push({ icon: "speaker", text: "Tell me a very short story, aloud", output: "audio" });
-  if (takes("image")) examples.push({ icon: "image", text: "What do you see in this picture?", action: "attach" });
-  if (takes("audio")) examples.push({ icon: "mic", text: "Ask with your voice", action: "record" });
-  if (examples.length < 4) examples.push({ icon: "spark", text: TEXTS[1] });
-  return examples.slice(0, 5);
-}
-
 const TAKES = { text: "text", image: "pictures", audio: "sound", video: "video" };
 const GIVES = { text: "text", audio: "speech", image: "pictures", video: "video" };
 const together = new Intl.ListFormat("en", { type: "conjunction" });
@@ -133,3 +112,9 @@ export const refusal = (model, names, end) => (names.length ? `${model.id} does 
 
 /** A model's inputs and outputs, in a sentence. */
 export const describe = (model) => `${model.id} takes ${inWords(model.input)}, and answers with ${words(GIVES, model.output)}.`;
+
+/** What the message box asks for. */
+export function placeholder(model) {
+  if (model.reads) return "Text to speak";
+  return model.chats ? "Message" : `Describe a ${model.films ? "video" : "picture"}`;
+}

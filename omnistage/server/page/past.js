@@ -4,7 +4,11 @@ import { $, bytes, el, iconButton } from "./dom.js";
 import { exported } from "./conversation.js";
 import { listed, load, remove, removeAll } from "./store.js";
 
-const TIME = new Intl.DateTimeFormat(undefined, { dateStyle: "short", timeStyle: "short" });
+const TIME = new Intl.DateTimeFormat(undefined, { timeStyle: "short" });
+const DATE = new Intl.DateTimeFormat(undefined, { dateStyle: "medium" });
+
+/** The time of today, the date of other days: both do not fit beside the number of messages. */
+const when = (time) => (new Date(time).toDateString() === new Date().toDateString() ? TIME : DATE).format(time);
 
 export class Past {
   /** `current()` is the id of the one that is shown; `open(id)` shows another, `deleted(id)` follows a removal. */
@@ -30,7 +34,7 @@ export class Past {
 
   row(entry) {
     const { id, title, updated, turns } = entry;
-    const details = `${TIME.format(updated)} · ${turns === 1 ? "1 message" : `${turns} messages`}`;
+    const details = `${when(updated)} · ${turns === 1 ? "1 message" : `${turns} messages`}`;
     const name = el("button", { type: "button", class: "past-open", title: `${title} (${bytes(entry.bytes)})` }, el("span", {}, title), el("small", { class: "muted" }, details));
     if (id === this.current()) name.setAttribute("aria-current", "true");
     name.addEventListener("click", () => this.open(id));

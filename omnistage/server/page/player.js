@@ -1,6 +1,6 @@
 // Gapless speech: chunks are scheduled end to end on the audio clock, in whole frames, slightly ahead.
 
-import { levelOf, toFloat, wavFile } from "./wav.js";
+import { levelOf, toFloat, wavBase64, wavFile } from "./wav.js";
 
 const LEAD = 0.15; // seconds of audio buffered at first, so that a late chunk leaves no gap
 const MAX_LEAD = 0.6;
@@ -111,5 +111,10 @@ export class Player {
 
   wav() {
     return wavFile(this.pieces, this.rate);
+  }
+
+  /** The same as base64, at once. */
+  get base64() {
+    return wavBase64(this.pieces, this.rate);
   }
 }

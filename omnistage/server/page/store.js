@@ -1,6 +1,8 @@
 // Conversations in the browser's own database: an index, and the messages with their pictures and sound.
 // Nothing of it goes to the service. The oldest conversations lose their files first; text is always kept.
 
+import { discard, discardAll, leftovers, withFiles, withoutFiles } from "./unsaved.js";
+
 const NAME = "omnistage";
 const MAX_BYTES = 256 * 2 ** 20; // of all conversations
 const MAX_CONVERSATION = 128 * 2 ** 20;
@@ -88,8 +90,35 @@ function put(entry, messages, end, files) {
   });
 }
 
+/** Store what pages that were left could not; where the conversation has gone on since, that is newer. */
+export async function recover() {
+  for (const left of leftovers()) {
+    await inTransaction("readwrite", (conversations, store) => restore(left, conversations, store));
+    discard(left.entry.id);
+  }
+}
+
+/** Reads and writes in one transaction, so that no other tab comes between. */
+function restore({ entry, messages, end }, conversations, store) {
+  const before = conversations.get(entry.id);
+  const keys = store.getAllKeys(messagesOf(entry.id));
+  const stored = store.getAll(messagesOf(entry.id));
+  stored.onsuccess = () => {
+    if (before.result?.updated > entry.updated) return;
+    const old = new Map(keys.result.map(([, position], index) => [position, stored.result[index]]));
+    if (end !== Infinity) store.delete(messagesOf(entry.id, end));
+    for (const [position, message] of messages) {
+      const same = position < end ? old.get(position) : undefined;
+      store.put(withFiles(message, same, before.result?.draft), [entry.id, position]);
+    }
+    const draft = entry.draft && withFiles(entry.draft, undefined, before.result?.draft);
+    conversations.put({ ...entry, draft });
+  };
+}
+
 export async function remove(id) {
   full = false;
+  discard(id);
   await inTransaction("readwrite", (conversations, store) => {
     conversations.delete(id);
     store.delete(messagesOf(id));
@@ -99,6 +128,7 @@ export async function remove(id) {
 
 export async function removeAll() {
   full = false;
+  discardAll();
   await inTransaction("readwrite", (conversations, store) => {
     conversations.clear();
     store.clear();
@@ -122,14 +152,4 @@ export async function trim(current) {
     total -= entry.bytes;
     await save({ ...entry, files: false, bytes: 0 }, bare);
   }
-}
-
-/** A message whose files are only names. */
-function withoutFiles(message) {
-  const bare = { ...message };
-  if (message.attachments) bare.attachments = message.attachments.map((item) => (item.kind === "text" ? item : { ...item, file: null }));
-  if (message.pictures) bare.pictures = message.pictures.map((picture) => ({ ...picture, blob: null }));
-  if (message.speech) bare.speech = null;
-  if (message.video) bare.video = null;
-  return bare;
 }

@@ -1,5 +1,7 @@
 // Audio as 16-bit samples and as WAV files.
 
+import { base64Of } from "./api.js";
+
 /** Float samples between -1 and 1 as signed 16-bit. */
 export function toPcm16(samples) {
   const result = new Int16Array(samples.length);
@@ -23,7 +25,21 @@ export function levelOf(samples) {
 }
 
 /** A WAV file of one channel; `pieces` are byte arrays of 16-bit little-endian samples. */
-export function wavFile(pieces, rate) {
+export const wavFile = (pieces, rate) => new Blob([wavHead(pieces, rate), ...pieces], { type: "audio/wav" });
+
+/** The same as base64. */
+export function wavBase64(pieces, rate) {
+  const parts = [new Uint8Array(wavHead(pieces, rate).buffer), ...pieces];
+  const whole = new Uint8Array(parts.reduce((sum, part) => sum + part.length, 0));
+  let at = 0;
+  for (const part of parts) {
+    whole.set(part, at);
+    at += part.length;
+  }
+  return base64Of(whole);
+}
+
+function wavHead(pieces, rate) {
   const size = pieces.reduce((sum, piece) => sum + piece.byteLength, 0);
   const head = new DataView(new ArrayBuffer(44));
   const text = (at, value) => [...value].forEach((letter, i) => head.setUint8(at + i, letter.charCodeAt(0)));
@@ -39,7 +55,7 @@ export function wavFile(pieces, rate) {
   head.setUint16(34, 16, true);
   text(36, "data");
   head.setUint32(40, size, true);
-  return new Blob([head, ...pieces], { type: "audio/wav" });
+  return head;
 }
 
 /** Samples of one rate as those of a lower one, block by block: each is the mean of those that it stands for. */

@@ -105,6 +105,7 @@ class ChatRequest(SamplingFields, TemplateFields, ToolFields):
     moderation: Annotated[object, only(why="moderation is not supported; leave it out")] = None
     web_search_options: Annotated[object, only(why="web search is not supported; leave it out")] = None
     # vLLM's and ours
+    truncate_prompt_tokens: Annotated[None, only(why="a chat is never cut; shorten it")] = None
     documents: Annotated[None, only(why=f"{_NOT_SUPPORTED}, and send them as messages")] = None
     chat_template: Annotated[None, only(why="is the model's own; leave it out")] = None
     echo: Annotated[Literal[False] | None, only(False, why=_NOT_SUPPORTED)] = None

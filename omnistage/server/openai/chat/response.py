@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal, NotRequired
 
 import numpy as np
@@ -154,12 +155,22 @@ def _logprob(token: TokenLogprob) -> Logprob:
     return {"token": token.text, "logprob": token.logprob, "bytes": list(token.spelling)}
 
 
+def tokens_by_id(entries: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
+    """Each token as `token_id:ID`, as vLLM writes it: two tokens may have the same text."""
+
+    def name(token: TokenLogprob) -> TokenLogprob:
+        return replace(token, text=f"token_id:{token.token_id}")
+
+    return [TokenLogprobs(name(entry.chosen), tuple(map(name, entry.top))) for entry in entries]
+
+
 def token_choices(entries: Sequence[TokenLogprobs]) -> list[TokenChoice]:
     return [{**_logprob(entry.chosen), "top_logprobs": [_logprob(token) for token in entry.top]} for entry in entries]
 
 
-def _logprobs(entries: Sequence[TokenLogprobs]) -> Logprobs:
-    return {"content": token_choices(entries), "refusal": None}
+def _logprobs(entries: Sequence[TokenLogprobs], body: ChatRequest) -> Logprobs:
+    shown = tokens_by_id(entries) if body.return_tokens_as_token_ids else entries
+    return {"content": token_choices(shown), "refusal": None}
 
 
 def _image(image: ImageOutput) -> ImageContent:
@@ -212,7 +223,7 @@ def _choice(
     if output.reasoning:
         message["reasoning_content"] = output.reasoning
         message["content"] = message["content"] or None
-    logprobs = _logprobs(output.logprobs) if body.logprobs else None
+    logprobs = _logprobs(output.logprobs, body) if body.logprobs else None
     choice: ChatChoice = {
         "index": output.index,
         "message": message,
@@ -280,7 +291,7 @@ class StreamWriter:
         if item.final is not None:
             return self._last(item.final)
         # Where one piece of text makes several deltas, the first carries its tokens.
-        logprobs = _logprobs(item.logprobs) if self._body.logprobs and item.logprobs else None
+        logprobs = _logprobs(item.logprobs, self._body) if self._body.logprobs and item.logprobs else None
         ids = list(item.token_ids) if self._with_ids and item.token_ids else None
         deltas = self._deltas(item)
         if not deltas and (logprobs is not None or ids is not None):
