@@ -38,7 +38,7 @@ from omnistage.engines.ar.attention import (
 from omnistage.engines.ar.attention.sdpa import SdpaBackend, SdpaPlan
 from omnistage.engines.ar.component import ARComponent
 from omnistage.engines.ar.cpu_kernels import MIN_ROWS, WeightFirstLinear
-from omnistage.engines.quantisation.packed import PackedInt8Linear
+from omnistage.quantisation.packed import PackedInt8Linear
 
 logger = logging.getLogger(__name__)
 

@@ -156,7 +156,7 @@ def _planned_bytes(
 ) -> int:
     """What a sequence keeps beside its tokens' keys and values after a prompt on the `meta` device."""
     try:
-        with torch.inference_mode(), _AnyScalar():
+        with torch.inference_mode(), _AnyScalar():  # type: ignore[no-untyped-call]
             out = model(input_ids=ids[None], use_cache=True, return_dict=True, **inputs)
     except MODEL_ERRORS:
         logger.debug("%s does not run with media without data", type(model).__name__, exc_info=True)
@@ -171,7 +171,7 @@ def _planned_bytes(
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-class _AnyScalar(TorchDispatchMode):
+class _AnyScalar(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """On the `meta` device: numbers that a model reads are 1, as those of its checks of counts and masks would be."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
