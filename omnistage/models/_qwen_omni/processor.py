@@ -71,7 +71,7 @@ class OmniItems(ItemProcessor):
 
     def __init__(self, processor: ProcessorMixin, prompts: PromptTokenizer) -> None:
         super().__init__(processor, prompts)
-        self._processor.return_mm_token_type_ids = False  # type: ignore[attr-defined]
+        self._processor.return_mm_token_type_ids = False
 
     def arguments(self, media: Sequence[Media]) -> dict[str, Any]:
         options = super().arguments(media)
