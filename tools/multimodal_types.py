@@ -15,6 +15,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4v_moe": {
         "text_config": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}}
     },
+    "dots3_note": {
+        "vision_config": {
+            "mlp_layer_types": ["dense", "dense"],
+            "per_layer_config": {},
+            "adapter_in_dim": 64,
+            "adapter_out_dim": 64,
+        },
+        "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64, "feature_size": MELS},
+    },
     "vipllava": {"vision_feature_layers": [-1, -2]},
     "llava_next": {"image_grid_pinpoints": _PINPOINTS},
     "llava_next_video": {"image_grid_pinpoints": _PINPOINTS, "image_seq_length": 16},
@@ -82,7 +91,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "kyutai_speech_to_text": {"codec_config": {"upsample_groups": 64}},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
-    "nemo_speechlm": {"audio_config": {"diarization_config": {"head_config": {"audio_hidden_size": 64}}}},
+    "nemo_speechlm": {
+        "audio_config": {"diarization_config": {"head_config": {"audio_hidden_size": 64}}},
+        "word_timestamp_config": {"blank_token_id": 1279},
+    },
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
     "step3p7": {"text_config": {"sliding_window": 16}},
     "chameleon": {

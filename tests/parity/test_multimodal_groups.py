@@ -189,8 +189,9 @@ def test_it_is_planned_before_it_is_read(folder: Path, component: GroupedMultimo
     needs = ar_needs(planned, ARBudget(block_size=8), cuda=False)
     assert needs.block_bytes > 0
     assert needs.memory.activations > 0
-    assert planned.spec.held_bytes == component.spec.held_bytes
-    assert (planned.spec.held_bytes > 0) is (component.model.config.model_type != "paligemma")
+    # Of media alone: an encoder's decoder also keeps masks and the like. That PaliGemma runs in groups only data show.
+    held = {"mllama": component.spec.held_bytes, "t5gemma2": pytest.approx(component.spec.held_bytes, rel=0.1)}
+    assert planned.spec.held_bytes == held.get(component.model.config.model_type, 0)
 
 
 def replace_running(budget: ARBudget, count: int) -> ARBudget:

@@ -61,7 +61,7 @@ CHATS: dict[str, list[Part]] = {
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_a_chat_becomes_what_the_stock_processor_makes_of_it(family, name: str) -> None:
+def test_a_chat_becomes_what_the_stock_processor_makes_of_it(family: tuple[Any, Any], name: str) -> None:
     processor, stock = family
     messages = [ChatMessage("user", (*CHATS[name], TextPart("What is it?")))]
     expected, with_sound = stock_inputs(stock, messages)

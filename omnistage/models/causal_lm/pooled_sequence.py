@@ -142,13 +142,18 @@ def plan_cache(sequence: GeneratedSequence, ids: torch.Tensor, name: str) -> Cac
 def planned_cache(model: PreTrainedModel, prompts: Sequence[tuple[torch.Tensor, Inputs]] = ()) -> CachePlan:
     """By a text on the `meta` device, with what a sequence keeps of the media of these prompts there."""
     ids = torch.zeros(1, 8, dtype=torch.int64, device=model.device)
-    with torch.inference_mode():
-        cache = model(input_ids=ids, use_cache=True, return_dict=True).past_key_values
+    cache = _run_planned(model, ids, {}).past_key_values
     layers = list(_growing(cache).layers)
-    places = _places(layers, [0] * len(layers), ids.shape[1], type(model).__name__)
+    places = _places(layers, [0] * len(layers), _length(layers[0]), type(model).__name__)
     if not any(places):
         raise UnsupportedModelError(f"{type(model).__name__} caches nothing")
     return CachePlan(places, max((_planned_bytes(model, places, *prompt) for prompt in prompts), default=0))
+
+
+def _run_planned(model: PreTrainedModel, ids: torch.Tensor, inputs: Inputs) -> Any:
+    start = {"decoder_input_ids": ids[:, :1]} if model.config.is_encoder_decoder else {}
+    with torch.inference_mode(), _AnyScalar():  # type: ignore[no-untyped-call]
+        return model(input_ids=ids, use_cache=True, return_dict=True, **start, **inputs)
 
 
 def _planned_bytes(
@@ -156,13 +161,12 @@ def _planned_bytes(
 ) -> int:
     """What a sequence keeps beside its tokens' keys and values after a prompt on the `meta` device."""
     try:
-        with torch.inference_mode(), _AnyScalar():  # type: ignore[no-untyped-call]
-            out = model(input_ids=ids[None], use_cache=True, return_dict=True, **inputs)
+        out = _run_planned(model, ids[None], inputs)
     except MODEL_ERRORS:
         logger.debug("%s does not run with media without data", type(model).__name__, exc_info=True)
         return 0
     cache = out.past_key_values
-    own = [layer for number, layer in enumerate(_growing(cache).layers) if places[number : number + 1] in ([], [None])]
+    own = [layer for number, layer in enumerate(_growing(cache).layers) if not any(places[number : number + 1])]
     if isinstance(cache, transformers.EncoderDecoderCache):
         own += cache.cross_attention_cache.layers
     tensors = [part for layer in own if _length(layer) for part in (layer.keys, layer.values)]
@@ -176,7 +180,7 @@ class _AnyScalar(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default):  # by inference mode
             return torch.ones((), dtype=args[0].dtype).item()
         return func(*args, **(kwargs or {}))
 

@@ -129,7 +129,7 @@ class GroupedMultimodalLM(OwnCacheMultimodalLM):
             return prompts
         for kind in sorted(processor.input_modalities - {Modality.TEXT}):
             with contextlib.suppress(OmniError):  # it is refused by name when the model is loaded
-                prompts.append(self._prompt(processor, kind, changed=True, count=1))
+                prompts.append(self._prompt(processor, kind, changed=True, words="c d e f", count=1))
         return prompts
 
     def _plan_of(self, ids: torch.Tensor, inputs: Inputs) -> CachePlan:
