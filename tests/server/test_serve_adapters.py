@@ -41,9 +41,7 @@ def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Load:
         service: Any = SimpleNamespace(add=models.__setitem__, report_loading=print, models={})
         overrides = {name: [f'deployment.adapter_folders=["{tmp_path}"]'] for name in folders}
         imports: Any = SimpleNamespace(finish=lambda: None)
-        _load(
-            service, {name: str(folder) for name, folder in folders.items()}, overrides, ModelOptions(), imports
-        )
+        _load(service, {name: str(folder) for name, folder in folders.items()}, overrides, ModelOptions(), imports)
         return models
 
     return run
