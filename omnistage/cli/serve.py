@@ -16,7 +16,7 @@ from omnistage.cli.common import EXIT_INTERRUPTED, print_interrupted, print_note
 from omnistage.cli.early_imports import EarlyImports
 from omnistage.cli.options import ModelOptions, adapter_folders, option
 from omnistage.cli.serve_options import AccessOptions, MediaOptions, ObservabilityOptions
-from omnistage.core.errors import InvalidRequestError, MissingDependencyError
+from omnistage.core.errors import ConfigError, InvalidRequestError, MissingDependencyError
 
 if TYPE_CHECKING:
     from omnistage.server.service import Service
@@ -212,16 +212,16 @@ def _load(
     settings: ModelOptions,
     imports: EarlyImports,
 ) -> None:
+    from omnistage.config.adapters import FOLDERS
     from omnistage.media.decode_pool import active_decode_pool
     from omnistage.omni import AsyncOmni
 
     imports.finish()
     adapters = overrides_by_model(settings.adapter, list(folders), "--adapter")
-    for name, folder in folders.items():
-        print_note(f"loading {name} from {folder}")
-        entries = overrides[name]
-        omni = AsyncOmni(
-            folder,
+
+    def open_model(name: str, entries: list[str]) -> AsyncOmni:
+        return AsyncOmni(
+            folders[name],
             config=settings.config,
             overrides=entries,
             device=settings.device,
@@ -232,6 +232,16 @@ def _load(
             adapters=adapter_folders(adapters[name]),
             progress=functools.partial(service.report_loading, name),
         )
+
+    for name, folder in folders.items():
+        print_note(f"loading {name} from {folder}")
+        try:
+            omni = open_model(name, overrides[name])
+        except ConfigError as error:
+            if error.param != FOLDERS or len(folders) == 1:
+                raise
+            print_note(f"  {name} has no stage for adapters: --adapter-folder is for the other models")
+            omni = open_model(name, [*overrides[name], f"{FOLDERS}=[]"])
         for stage in omni.memory:
             print_note(f"  {stage}")
         print_note(f"  {omni.start_times}")

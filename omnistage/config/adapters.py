@@ -8,6 +8,8 @@ from omnistage.core.errors import ConfigError
 from omnistage.core.graph import PipelineGraph, did_you_mean
 from omnistage.core.validation import short_repr
 
+FOLDERS = "deployment.adapter_folders"
+"""The setting that a model without a stage for adapters refuses."""
 _DENOISING = "denoise"
 """What families call the stage with the diffusion transformer."""
 
@@ -20,6 +22,8 @@ def with_adapter_stages(config: OmniConfig, graph: PipelineGraph) -> OmniConfig:
     default = deployment.adapter_stage
     if default is None:
         default = graph.lead if isinstance(stages[graph.lead], ARStageConfig) else _DENOISING
+        if not deployment.adapters and not isinstance(stages.get(default), ARStageConfig | DiffusionStageConfig):
+            raise ConfigError("this model has no stage that takes adapters; leave it out", param=FOLDERS)
     stage_of = {name: adapter.stage or default for name, adapter in deployment.adapters.items()}
     for name, stage in (*stage_of.items(), (None, default)):
         path = "deployment.adapter_stage" if name is None else f"deployment.adapters.{name}"

@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from omnistage.core.errors import CheckpointError, OmniError
+from omnistage.core.errors import CheckpointError, LimitExceededError, OmniError
 from omnistage.core.params import CodecParams
 from omnistage.hf import transformers
+from omnistage.models.text_to_speech import speakers, synthesiser
 from omnistage.omni import Omni
 from tests.parity.conftest import Checkpoints
 
@@ -71,6 +72,40 @@ def test_what_cannot_be_spoken_is_refused(checkpoint_of: Checkpoints, text: str,
         pytest.raises(OmniError, match=words),
     ):
         omni.generate(text)
+
+
+def test_a_text_that_takes_too_much_memory_is_refused_and_the_others_take_turns(
+    checkpoint_of: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint_of("text_to_speech", "vits")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    text = TEXTS[2]
+    tokens = len(tokenizer(text).input_ids)
+    active, most = [0], [0]
+    speak = speakers.Vits.speak
+
+    def counted(self: speakers.Vits, inputs: dict[str, torch.Tensor], voice: str | None) -> torch.Tensor:
+        active[0] += 1
+        most[0] = max(most[0], active[0])
+        try:
+            return speak(self, inputs, voice)
+        finally:
+            active[0] -= 1
+
+    monkeypatch.setattr(speakers.Vits, "speak", counted)
+    monkeypatch.setattr(synthesiser, "_SLICE_SECONDS", 0.0)  # every layer gives way
+    heads = 2
+    monkeypatch.setattr(synthesiser, "host_memory", lambda: 8 * 40 * heads * tokens**2)
+    with Omni(folder, progress=False) as omni:
+        outputs = omni.generate([text] * 3, CodecParams(seed=7), voice="0", progress=False)
+        assert most == [1]
+        for output in outputs:
+            assert output.audio is not None
+            np.testing.assert_allclose(output.audio.samples, reference(folder, text, 7, "0"), atol=1e-6)
+        with pytest.raises(LimitExceededError, match="GiB of memory") as refused:
+            omni.generate("word " * 60)
+        assert refused.value.param == "prompt"
+        omni.orchestrator.check_idle()
 
 
 @pytest.mark.parametrize(("part", "words"), [("vocoder", "needs its vocoder"), ("speakers.safetensors", "vectors")])

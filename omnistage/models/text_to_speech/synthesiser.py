@@ -17,15 +17,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from omnistage.core.errors import InternalError, StageError
-from omnistage.core.types import TOKEN_IDS, AudioChunk, ModuleInput
-from omnistage.engines.codec.module import UNFINISHED, Job, JobResult, ModuleComponent, Partial
+from omnistage.core.errors import InternalError, LimitExceededError, StageError
+from omnistage.core.memory import host_memory
+from omnistage.core.params import CodecParams
+from omnistage.core.types import TOKEN_IDS, AudioChunk, ModuleInput, RequestInfo
+from omnistage.engines.codec.module import UNFINISHED, Job, JobResult, ModuleComponent, ModulePayload, Partial
 from omnistage.models.paused import PausedCall
 
 _RANDOM = threading.Lock()
 """These models use torch's own generator, which all threads share."""
 _SLICE_SECONDS = 0.05
 """Of a text before others have their turn."""
+_MEMORY_SHARE = 8
+"""All texts under way together may take this part of the memory, where what they take grows with their square."""
+_UNKNOWN_MEMORY = 8 << 30
 
 
 class RandomState:
@@ -59,6 +64,8 @@ class _Speech:
 
     call: PausedCall[torch.Tensor]
     random: RandomState
+    memory: int
+    """Bytes that it takes at most, as `memory_of` has it."""
     pieces: list[torch.Tensor] = field(default_factory=list)
     """Samples that are ready before the rest, and not emitted yet."""
 
@@ -75,6 +82,7 @@ class Synthesiser(ModuleComponent):
         self.model = model
         self._device = device
         self._sample_rate = sample_rate
+        self.memory_budget = _memory(device) // _MEMORY_SHARE
         self._speeches: dict[str, _Speech] = {}
         self._running: _Speech | None = None
         self._until = 0.0
@@ -86,6 +94,21 @@ class Synthesiser(ModuleComponent):
     @abstractmethod
     def speak(self, inputs: dict[str, torch.Tensor], voice: str | None) -> torch.Tensor:
         """The samples of a text, in any shape that holds one channel; without those given to `emit`."""
+
+    def memory_of(self, tokens: int) -> int:
+        """Bytes that a text of so many tokens takes while it is spoken; 0 where that is little for the longest one."""
+        del tokens
+        return 0
+
+    def check(self, info: RequestInfo, params: CodecParams, payload: ModulePayload) -> None:
+        del info, params
+        tokens = _num_tokens(payload)
+        if (needed := self.memory_of(tokens)) > self.memory_budget:
+            raise LimitExceededError(
+                f"has {tokens} tokens, for which this model takes {needed / 2**30:.1f} GiB of memory, over the limit "
+                f"of {self.memory_budget / 2**30:.1f} GiB here; send it in parts",
+                param="prompt",
+            )
 
     def emit(self, samples: torch.Tensor) -> None:
         """In `speak`: the next samples, while the rest is still to come."""
@@ -105,7 +128,9 @@ class Synthesiser(ModuleComponent):
         name = job.info.request_id
         speech = self._speeches.get(name)
         if speech is None:
-            if len(self._speeches) >= self.max_calls:
+            taken = sum(other.memory for other in self._speeches.values())
+            needed = self.memory_of(_num_tokens(job.payload))
+            if len(self._speeches) >= self.max_calls or (taken and taken + needed > self.memory_budget):
                 return UNFINISHED
             speech = self._speeches[name] = self._begin(job)
         self._running, self._until = speech, time.monotonic() + _SLICE_SECONDS
@@ -139,7 +164,8 @@ class Synthesiser(ModuleComponent):
             with torch.inference_mode():
                 return self.speak(inputs, job.info.voice)
 
-        return _Speech(PausedCall(call, "speak"), RandomState(seed, self._device))
+        memory = self.memory_of(_num_tokens(payload))
+        return _Speech(PausedCall(call, "speak"), RandomState(seed, self._device), memory)
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.asarray(array))[None].to(self._device)
@@ -153,6 +179,17 @@ class Synthesiser(ModuleComponent):
     def close(self) -> None:
         for request_id in tuple(self._speeches):
             self.forget(request_id)
+
+
+def _num_tokens(payload: object) -> int:
+    return len(payload.arrays.get(TOKEN_IDS, ())) if isinstance(payload, ModuleInput) else 0
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes of the device, whether they are free or not: what is refused must not depend on the moment."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return host_memory() or _UNKNOWN_MEMORY
 
 
 def audible(samples: Any) -> torch.Tensor:
