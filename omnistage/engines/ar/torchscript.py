@@ -84,9 +84,8 @@ def program_bytes(component: ARComponent) -> int:
 
 @dataclass(slots=True)
 class _Single(AttentionPlan):
-    """One sequence with adjacent slots. `span` int64 `[2]`: its first slot, and the one after its last."""
+    """One sequence with adjacent slots: the caches are those alone, up to that of its new token."""
 
-    span: torch.Tensor
     biases: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
 
@@ -173,8 +172,7 @@ class _TracedAttention(AttentionBackend):
 def _attend_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: _Single, how: ScoreOptions
 ) -> torch.Tensor:
-    first, end = plan.span[0], plan.span[1]
-    k, v = cache[0][first:end], cache[1][first:end]  # by tensors: numbers would be constants
+    k, v = cache
     k[-1:].copy_(key)
     v[-1:].copy_(value)
     q = query.unflatten(1, (_sizes(cache[0])[0], -1))  # type: ignore[no-untyped-call]
@@ -236,8 +234,8 @@ def _program_of(component: ARComponent, several: bool, inputs: tuple[Any, ...]) 
             slot_mapping, slots, lengths, caches = rest
             plan: AttentionPlan = _Several(slots, lengths)
         else:
-            span, caches = rest
-            slot_mapping, plan = span, _Single(span)
+            slot_mapping, caches = rest
+            plan = _Single()
         pairs = list(zip(caches[::2], caches[1::2], strict=True))
         bind_caches(component.attention_modules, pairs)
         paged = current.paged = PagedContext(_TracedAttention(batched), slot_mapping, plan)
@@ -300,7 +298,7 @@ class DecodeScripts:
         if program is None:
             return None
         try:
-            return program(embeds, positions, *_arguments(plan, slot_mapping), self._caches)
+            return program(embeds, positions, *_arguments(plan, slot_mapping, self._caches))
         except RuntimeError as error:  # the plain path computes the step again, and is asked alone from now on
             self._programs.clear()
             name, kind = type(self._component).__name__, type(error).__name__
@@ -338,7 +336,7 @@ class DecodeScripts:
         return f"its forward reads numbers ({', '.join(sorted(reads.names))})" if reads.names else None
 
     def _trace(self, step: _Step, several: bool) -> Callable[..., torch.Tensor]:
-        inputs = (step.embeds, step.positions, *step.arguments(self._backend), _flat(step.caches))
+        inputs = (step.embeds, step.positions, *step.arguments(self._backend))
         with warnings.catch_warnings(record=True) as warning_list:
             warnings.simplefilter("always")
             program = _program_of(self._component, several, inputs)
@@ -358,7 +356,7 @@ class DecodeScripts:
             step = _step(self._component, caches, lengths, several, offset=max(max_length - 1 - max(lengths), 0))
             bind_caches(self._component.attention_modules, caches)
             expected = _plain(self._component, step)
-            out = program(step.embeds, step.positions, *step.arguments(self._backend), _flat(caches))
+            out = program(step.embeds, step.positions, *step.arguments(self._backend))
             limit = _TOLERANCE[self._component.dtype] * float(expected.abs().amax())
             if out.shape != expected.shape or not bool(((out - expected).abs() <= limit).all()):
                 return False
@@ -375,23 +373,24 @@ class _Step:
     layout: BatchLayout
     caches: Sequence[KVCache]
 
-    def arguments(self, backend: AttentionBackend) -> tuple[torch.Tensor, ...]:
+    def arguments(self, backend: AttentionBackend) -> tuple[Any, ...]:
         plan = backend.plan(self.layout, self.embeds.device)
         if not isinstance(plan, SdpaPlan):
             raise TypeError(f"plan of another backend: {type(plan).__name__}")
-        return _arguments(plan, self.slot_mapping)
+        return _arguments(plan, self.slot_mapping, _flat(self.caches))
 
 
-def _arguments(plan: SdpaPlan, slot_mapping: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What a program takes between the positions and the caches."""
+def _arguments(plan: SdpaPlan, slot_mapping: torch.Tensor, caches: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """What a program takes behind the positions."""
     if plan.first_slot is not None:
-        return (torch.tensor((plan.first_slot, plan.first_slot + plan.longest)),)
+        first, end = plan.first_slot, plan.first_slot + plan.longest
+        return slot_mapping, [cache[first:end] for cache in caches]  # once, where a program would ask for both numbers
     if plan.single_slots is None:
         raise TypeError("the plan has no one-query sequences")
     lengths = plan.lengths
     if lengths is None:
         lengths = torch.full((len(plan.single_slots), 1), plan.longest)
-    return slot_mapping, plan.single_slots, lengths
+    return slot_mapping, plan.single_slots, lengths, list(caches)
 
 
 def _step(
