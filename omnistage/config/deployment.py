@@ -25,7 +25,8 @@ class GroupConfig(ConfigModel):
         default=(), max_length=64, description="Of the processes in turn; empty: the stages' own."
     )
     torch_threads: Count | None = Field(
-        default=None, description="CPU threads of torch in each process; null: the deployment's."
+        default=None,
+        description="CPU threads of torch in each process; null: the deployment's, else replicas share the cores.",
     )
     num_cpus: float = Field(default=1.0, ge=0.0, le=1024.0, description="That Ray reserves for each process.")
     num_gpus: float = Field(default=0.0, ge=0.0, le=1024.0, description="The same; less than 1 is a share of a GPU.")

@@ -27,6 +27,11 @@ class _Released(threading.local):
 _released = _Released()
 
 
+def usable_cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @contextmanager
 def interpreter_released() -> Iterator[None]:
     """Around a call of native code that leaves the interpreter to other threads: no rest is needed after it."""

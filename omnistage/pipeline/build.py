@@ -31,6 +31,7 @@ from omnistage.core.memory import free_host_memory
 from omnistage.core.params import StageParams
 from omnistage.core.registry import Registry
 from omnistage.core.stage import Stage
+from omnistage.core.threads import usable_cores
 from omnistage.models.registry import REGISTRY
 from omnistage.pipeline.adapters import adapter_library
 from omnistage.pipeline.engine_stage import engine_stage
@@ -144,10 +145,23 @@ def _spawn_group(
     """The processes of a group, which will build its stages from the same arguments."""
     configs = resolved.config.pipeline.stages
     stages = {stage: type(configs[stage].params) for stage in resolved.graph.order if stage in group.stages}
-    processes = make_group(name, group, stages, args, *hosts_of(group, resolved.config.deployment))
+    deployment = resolved.config.deployment
+    threads = _torch_threads(group, deployment)
+    processes = make_group(name, group, stages, args, *hosts_of(group, deployment), threads)
     for stage in processes.stages.values():
         undo.callback(stage.close)
     return processes
+
+
+def _torch_threads(group: GroupConfig, deployment: DeploymentConfig) -> int | None:
+    """Of each process of a group: replicas on one machine share its cores.
+
+    With torch's choice each would have a thread for every core, which then wait for each other behind every operator.
+    """
+    threads = group.torch_threads or deployment.torch_threads
+    if threads is None and group.kind == "process" and group.replicas > 1:
+        return max(1, usable_cores() // group.replicas)
+    return threads
 
 
 def bridges_of(graph: PipelineGraph, registry: Registry) -> dict[str, Bridge]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -10,6 +9,7 @@ from typing import Generic
 
 from omnistage.core.failures import log_defect
 from omnistage.core.stage import Stage
+from omnistage.core.threads import usable_cores
 from omnistage.pipeline.commands import Owner
 from omnistage.pipeline.loop import StageLoop
 
@@ -108,13 +108,8 @@ def sharing(stages: Iterable[Stage]) -> frozenset[str]:
     """Names of the stages that are to share a thread: those that torch computes on the CPU, unless there are cores
     enough for all of their threads."""
     threads = {stage.name: stage.cpu_threads for stage in stages if stage.cpu_threads}
-    crowded = max(threads.values(), default=0) > 1 and sum(threads.values()) > _cores()
+    crowded = max(threads.values(), default=0) > 1 and sum(threads.values()) > usable_cores()
     return frozenset(threads) if crowded else frozenset()
-
-
-def _cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def loop_threads(loops: Sequence[StageLoop[Owner]], shared: Collection[str]) -> list[LoopThread[Owner]]:

@@ -25,6 +25,7 @@ def make_group(
     args: OmniEngineArgs,
     host: Callable[[], Host] = LocalProcess,
     release: Callable[[], None] = lambda: None,
+    torch_threads: int | None = None,
 ) -> StageGroup:
     """A group whose processes are being started, and wait until it is told to start as well.
 
@@ -35,7 +36,7 @@ def make_group(
             arguments=args.model_dump_json(),
             stages=tuple(stages),
             device=group.devices[number % len(group.devices)] if group.devices else None,
-            torch_threads=group.torch_threads,
+            torch_threads=torch_threads,
             beat_seconds=group.hang_seconds / _BEATS,
             log_level=logging.getLogger("omnistage").getEffectiveLevel(),
         )

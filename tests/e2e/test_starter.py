@@ -121,7 +121,7 @@ def apart(one: OmniRequestOutput, two: OmniRequestOutput) -> int:
 def test_torch_computes_in_one_thread_and_modules_in_their_own(starter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads that compute with torch slow each other down, even by turns."""
     where: dict[str, set[tuple[str, int]]] = {}
-    monkeypatch.setattr(loop_threads, "_cores", lambda: 2)
+    monkeypatch.setattr(loop_threads, "usable_cores", lambda: 2)
 
     def here() -> tuple[str, int]:
         return threading.current_thread().name, torch.get_num_threads()

@@ -147,7 +147,7 @@ def test_it_says_that_it_is_slow_and_why(git: Path, caplog: pytest.LogCaptureFix
         load(context_of(git))
     assert "one sequence at a time" in caplog.text
     assert "attention in its own code" in caplog.text
-    assert "caches [22] tokens for a prompt of 5" in caplog.text
+    assert "caches [25] tokens for a prompt of 8" in caplog.text
 
 
 def test_sequences_are_few_and_the_memory_plan_has_their_states(component: OwnCacheMultimodalLM) -> None:

@@ -172,7 +172,7 @@ def test_loops_of_different_conditions_cannot_share_a_thread() -> None:
 def test_stages_share_a_thread_where_their_threads_would_crowd_the_cores(
     monkeypatch: pytest.MonkeyPatch, each: int, cores: int, shared: bool
 ) -> None:
-    monkeypatch.setattr(stage_loops, "_cores", lambda: cores)
+    monkeypatch.setattr(stage_loops, "usable_cores", lambda: cores)
     stages = [FakeStage(name) for name in ("hear", "think", "speak", "draw")]
     stages[1].cpu_threads = stages[3].cpu_threads = each
     together = sharing(stages)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from omnistage.config import OmniEngineArgs
+from omnistage.config import DeploymentConfig, GroupConfig, OmniEngineArgs
 from omnistage.core.errors import CapacityError, CheckpointError, ConfigError, RegistryError
 from omnistage.core.family import Family, LoadContext
 from omnistage.core.params import CodecParams, SamplingParams
@@ -364,3 +364,22 @@ def test_auto_dtype_is_what_the_device_is_good_at() -> None:
     assert devices.resolve_dtype("auto", torch.device("cpu")) is torch.float32
     assert devices.resolve_dtype("auto", torch.device("cuda")) is torch.bfloat16
     assert devices.resolve_dtype("bfloat16", torch.device("cpu")) is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("group", "deployment", "threads"),
+    [
+        ({"replicas": 2}, {}, 3),
+        ({"replicas": 16}, {}, 1),
+        ({"replicas": 1}, {}, None),
+        ({"replicas": 2, "torch_threads": 5}, {"torch_threads": 4}, 5),
+        ({"replicas": 2}, {"torch_threads": 4}, 4),
+        ({"replicas": 2, "kind": "ray"}, {}, None),
+    ],
+)
+def test_replicas_share_the_cores_unless_their_threads_are_configured(
+    monkeypatch: pytest.MonkeyPatch, group: dict[str, object], deployment: dict[str, object], threads: int | None
+) -> None:
+    monkeypatch.setattr(build, "usable_cores", lambda: 6)
+    configured = GroupConfig.model_validate({"stages": ["voice"], **group})
+    assert build._torch_threads(configured, DeploymentConfig.model_validate(deployment)) == threads
