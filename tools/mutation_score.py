@@ -95,6 +95,7 @@ EQUIVALENT = {
             "1 -> 2",
             "a column of padding more",
         ),
+        "UNCOVERED = -2": ("2 -> 3", "another number that no token has"),
         "shape = len(array), 1": ("1 -> 2", "a second column that is never read"),
         "keys = (bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))).astype(np.int64)": (
             "31 -> 32",
