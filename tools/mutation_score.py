@@ -91,7 +91,26 @@ EQUIVALENT = {
             "fewer or more columns: it finds the same",
         ),
         "self._too_narrow = columns < 2 * largest": (".*", "both ways find the same tokens"),
-        "used = np.arange(max(1, np.maximum.reduce(known, axis=None))) < known": ("1 -> 2", "a column of padding more"),
+        "used = np.arange(max(1, np.maximum.reduce(lengths, axis=None))) < lengths": (
+            "1 -> 2",
+            "a column of padding more",
+        ),
+        "UNCOVERED = -2": ("2 -> 3", "another number that no token has"),
+        "shape = len(array), 1": ("1 -> 2", "a second column that is never read"),
+        "keys = (bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))).astype(np.int64)": (
+            "31 -> 32",
+            "of the sign alone, as numpy shifts",
+        ),
+        "clear = (kth > candidates.floor / self._temperature)[:, 0].tolist()": ("0 -> -1", "the only column"),
+        "lengths, floors, tops = candidates.lengths[:, 0].tolist(), candidates.floor[:, 0].tolist(), "
+        "best[:, 0].tolist()": (
+            "0 -> -1",
+            "the only column",
+        ),
+        "scaled = row if temperature == 1 else np.divide(row, np.float32(temperature), out=shares)": (
+            "1 -> 0",
+            "divided by 1",
+        ),
         "masses = mass.tolist() if width <= _SHORT else mass": (".*", "the same numbers, as a list or as an array"),
         "_CANDIDATES = (128, 4096)": (".*", "what the first ones do not settle is looked at again"),
         "_COLUMNS = 512": (".*", "fewer or more columns: it finds the same"),
@@ -101,6 +120,11 @@ EQUIVALENT = {
             "1 -> 2|Lt -> LtE",
             "one sum more, which leaves the row whole",
         ),
+    },
+    "omnistage.engines.ar.sampling.processors": {
+        "self._apply_places(x.reshape(-1))": ("1 -> 2", "numpy infers the size for any negative number"),
+        "flat[places] = np.where(values < 0, values * factor, values / factor)": ("Lt -> LtE", "0 stays 0 both ways"),
+        "changed = torch.where(rows < 0, rows * factor, rows / factor)": ("Lt -> LtE", "0 stays 0 both ways"),
     },
     "omnistage.engines.ar.sampling.sampler": {
         "if not (plan.constrained or logprobs or min(tokens) < 0):": (

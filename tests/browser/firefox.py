@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
+from tests.hang_guard import HANG_SECONDS
+
 NAMES = ("firefox-esr", "firefox")
 PREFERENCES = {
     "media.navigator.streams.fake": True,
@@ -95,7 +97,7 @@ def firefox() -> Iterator[Tab]:
                 yield Tab(socket)
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(HANG_SECONDS)
 
 
 def _address(process: subprocess.Popen[str]) -> str:

@@ -25,6 +25,7 @@ from omnistage import Omni, OmniEngineArgs
 from omnistage.cli import app
 from omnistage.core.registry import Registry
 from omnistage.pipeline.build import build_parts
+from tests.hang_guard import HANG_SECONDS
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -259,7 +260,7 @@ class Typist:
             os.environ.update(TERM="xterm-256color", OMP_NUM_THREADS="1", COLUMNS="100")
             os.execv(sys.executable, [sys.executable, *map(str, command)])
 
-    def wait_for(self, text: str, seconds: float = 120) -> str:
+    def wait_for(self, text: str, seconds: float = HANG_SECONDS) -> str:
         """What appeared up to and with `text`."""
         seen, end = b"", time.monotonic() + seconds
         while text.encode() not in seen:

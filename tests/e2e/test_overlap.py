@@ -27,6 +27,7 @@ from tests.e2e.harness import (
     open_door,
     say,
 )
+from tests.hang_guard import HANG_SECONDS
 
 TOKENS, CODES = 160, 150
 QUESTION = "Tell me a long story, please."
@@ -87,7 +88,7 @@ def test_with_threads_sound_does_not_wait_for_the_end_of_the_text(
 
     def held_step() -> Any:
         nonlocal emitted
-        if emitted == TOKENS - 1 and not heard.wait(120):
+        if emitted == TOKENS - 1 and not heard.wait(HANG_SECONDS):
             stuck.set()
         chunks = step()
         emitted += sum(len(c.payload.token_ids) for c in chunks if c.payload is not None)  # type: ignore[union-attr]

@@ -43,6 +43,7 @@ from tests.e2e.harness import (
     open_door,
     say,
 )
+from tests.hang_guard import HANG_SECONDS
 
 BOTH = ["text", "audio"]
 SCHEMA = {
@@ -101,7 +102,7 @@ def test_two_threads_may_use_one_model(omni: Omni) -> None:
     barrier = threading.Barrier(2)
 
     def ask(index: int) -> list[list[int]]:
-        barrier.wait(60)
+        barrier.wait(HANG_SECONDS)
         return [omni.generate(prompts[index], greedy(12), progress=False)[0].token_ids for _ in range(3)]
 
     with ThreadPoolExecutor(2) as pool:

@@ -21,6 +21,8 @@ from PIL import Image
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus
 
+from tests.hang_guard import HANG_SECONDS
+
 TEXTS = ("Once upon a time", "The sea", "A small door", "Why not", "Snow fell", "Two ships and a storm")
 PICTURES = ("a hat", "a red boat")
 TAG = "X-Chaos"
@@ -29,7 +31,7 @@ MAX_PIXELS = 250_000
 MAX_SECONDS = 2.0
 LONG = {"model": "lm", "prompt": "On and on", "max_tokens": 120, "ignore_eos": True}
 WIDE = {**LONG, "n": 4, "logprobs": 20, "stream": True}  # half a megabyte of events
-LONGEST_WAIT = 120.0
+LONGEST_WAIT = HANG_SECONDS
 
 
 def wav(seconds: float) -> bytes:

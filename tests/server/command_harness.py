@@ -10,6 +10,8 @@ import sys
 import threading
 from collections.abc import Iterator
 
+from tests.hang_guard import HANG_SECONDS
+
 
 class Command:
     """The running command, and what it has written so far."""
@@ -33,7 +35,7 @@ class Command:
             self._lines.append("[end]")
             self._changed.notify_all()
 
-    def line(self, pattern: str, timeout: float = 240) -> re.Match[str]:
+    def line(self, pattern: str, timeout: float = HANG_SECONDS) -> re.Match[str]:
         """Wait for a line."""
 
         def found() -> re.Match[str] | None:
@@ -45,7 +47,7 @@ class Command:
         assert match is not None, "".join(self._lines)
         return match
 
-    def lines(self, pattern: str, count: int, timeout: float = 240) -> None:
+    def lines(self, pattern: str, count: int, timeout: float = HANG_SECONDS) -> None:
         """Wait for a number of lines."""
 
         def found() -> bool:
@@ -54,7 +56,7 @@ class Command:
         with self._changed:
             assert self._changed.wait_for(found, timeout), "".join(self._lines)
 
-    def end(self, timeout: float = 120) -> int:
+    def end(self, timeout: float = HANG_SECONDS) -> int:
         code = self.process.wait(timeout)
         self._reader.join(timeout)
         return code

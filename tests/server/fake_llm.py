@@ -72,11 +72,11 @@ class Handler(BaseHTTPRequestHandler):
         self._stream(*(event({"choices": [choice]}) for choice in choices), b"data: [DONE]\n\n")
 
     def do_hang(self) -> None:
-        self.server.held.wait(30)
+        self.server.held.wait()
 
     def do_stall(self) -> None:
         self._stream(*GOOD[:1], end=False)
-        self.server.held.wait(30)
+        self.server.held.wait()
 
     def do_slow(self) -> None:
         time.sleep(0.3)

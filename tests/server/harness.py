@@ -31,13 +31,13 @@ from omnistage.server.http.app import create_app
 from omnistage.server.http.limits import TransportLimits
 from omnistage.server.http.run import server_config
 from omnistage.server.service import Service
+from tests.hang_guard import HANG_SECONDS
+from tests.hang_guard import until as until
 
 SERVE_LIMITS = ("limits.media.allow_paths=false",)
 LONG: dict[str, Any] = {"model": "lm", "prompt": "Once", "max_tokens": 1500, "ignore_eos": True}
 SHORT: dict[str, Any] = {"model": "lm", "prompt": "Once", "max_tokens": 4, "temperature": 0}
 SMALL_BODY = 4096
-HANG_SECONDS = 300.0
-"""After them something hangs: what works may take long beside other load, but not so long."""
 
 
 @dataclass
@@ -132,14 +132,6 @@ def make(family: str, folder: Path, **options: Any) -> Path:
     assert tiny is not None
     tiny(folder, seed=0, **options)
     return folder
-
-
-def until(condition: Callable[[], bool], what: str, timeout: float = HANG_SECONDS) -> None:
-    """Wait for a condition of another thread; it fails loudly where it never comes true."""
-    pause, give_up = threading.Event(), time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < give_up, f"{what} did not happen within {timeout} s"
-        pause.wait(0.002)
 
 
 class Held:

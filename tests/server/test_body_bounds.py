@@ -22,6 +22,7 @@ from omnistage.server.http.connection import Connection
 from omnistage.server.http.errors import RateLimitError
 from omnistage.server.http.limits import HeldBytes
 from omnistage.server.service import Service
+from tests.hang_guard import HANG_SECONDS
 from tests.server.harness import SHORT, Held, Running, awaited, raw, serving, status_of, until
 
 KEY, OTHER = "a-key-for-tests", "another-key-for-tests"
@@ -297,7 +298,7 @@ def test_bodies_of_running_requests_are_held(service: Service, lm: AsyncOmni, he
 
 def dripped(line: socket.socket, piece: bytes) -> bytes:
     """Send a little every few milliseconds until the connection is closed; all that came back."""
-    came, give_up = b"", time.monotonic() + 20
+    came, give_up = b"", time.monotonic() + HANG_SECONDS
     try:
         while time.monotonic() < give_up:
             if select.select([line], [], [], 0.01)[0]:

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from omnistage.omni import AsyncOmni
+from tests.hang_guard import HANG_SECONDS
 from tests.server.harness import Held, Running, raw, until
 
 LONG: dict[str, Any] = {"model": "lm", "ignore_eos": True}
@@ -69,7 +70,7 @@ def test_a_cancelled_answer_is_an_error(
     until(lambda: held.waits, "some tokens")
     assert lm.stats().inflight == 1
     assert httpx.delete(f"{server.url}/v1/requests/{name}").status_code == 200
-    asking.join(30)
+    asking.join(HANG_SECONDS)
     answer = got[0]
     if not stream or way == "tool call":  # a call is held back until it is sure: nothing of it had been sent
         assert answer.status_code == 499, answer.text
@@ -102,7 +103,7 @@ def test_a_refused_request_does_not_take_the_id_of_a_running_one(server: Running
     too_long = httpx.post(f"{server.url}{path}", json={**body, "input": "a" * 300_000}, headers=headers, timeout=60)
     assert (refused.status_code, too_long.status_code) == (400, 400)
     assert httpx.delete(f"{server.url}/v1/requests/twice").status_code == 200
-    asking.join(30)
+    asking.join(HANG_SECONDS)
     assert got[0].status_code == 499
 
 

@@ -33,6 +33,7 @@ from omnistage.server.observe.audit import AUDIT_LOGGER, AuditRecord
 from omnistage.server.openai.audio import speech, transcriptions
 from omnistage.server.realtime.session import Session
 from omnistage.server.service import Service
+from tests.hang_guard import HANG_SECONDS
 from tests.server.chaos import LONG, MAX_BODY, MAX_PIXELS, MAX_SECONDS, PICTURES, SOUND, TAG, TEXTS, Expected, Storm
 from tests.server.harness import Running, make, serving, until
 
@@ -221,7 +222,7 @@ def alive(server: Running, others: list[object], *kinds: type) -> Counter[str]:
             timer.cancel()
         await asyncio.sleep(0)
 
-    asyncio.run_coroutine_threadsafe(forget_timers(), server.loop).result(30)
+    asyncio.run_coroutine_threadsafe(forget_timers(), server.loop).result(HANG_SECONDS)
     known = {id(thing) for thing in others}  # `others` holds them, so that no id is used again
     return Counter(type(thing).__name__ for thing in objects_of(*kinds) if id(thing) not in known)
 
@@ -230,7 +231,7 @@ def rest(server: Running) -> None:
     """Wait until nothing runs and nobody is connected, then check that nothing is left anywhere."""
     for model in server.service.models.values():
         orchestrator = model.omni.orchestrator
-        until(lambda o=orchestrator: o.stats().inflight == 0, f"the end of {model.name}'s requests", 60)  # type: ignore[misc]
+        until(lambda o=orchestrator: o.stats().inflight == 0, f"the end of {model.name}'s requests")  # type: ignore[misc]
         orchestrator.check_idle()
         for name, stage in orchestrator.stages.items():
             check = getattr(stage, "check_integrity", None)
@@ -245,14 +246,14 @@ def rest(server: Running) -> None:
         return [one.status for one in sockets if one.laddr.port == port and one.status != psutil.CONN_LISTEN]
 
     until(lambda: not connected(), "the end of all connections")
-    until(lambda: len(tasks(server)) <= 2, f"the end of the tasks {tasks(server)}", 60)  # the server's and ours
+    until(lambda: len(tasks(server)) <= 2, f"the end of the tasks {tasks(server)}")  # the server's and ours
 
 
 def tasks(server: Running) -> list[str]:
     async def listed() -> list[str]:
         return [repr(task.get_coro()) for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
-    return asyncio.run_coroutine_threadsafe(listed(), server.loop).result(30)
+    return asyncio.run_coroutine_threadsafe(listed(), server.loop).result(HANG_SECONDS)
 
 
 def finished(service: Service) -> dict[str, OrchestratorStats]:

@@ -19,6 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.hang_guard import HANG_SECONDS
 from tests.server.harness import until
 
 ROOT = Path(__file__).parents[2]
@@ -110,15 +111,15 @@ def served(shell: Shell, lines: list[str]) -> Iterator[None]:
             return False
 
     try:
-        until(ready, "the service is ready", 120)
+        until(ready, "the service is ready")
         yield
     finally:
         process.terminate()
         try:
-            process.wait(60)
+            process.wait(HANG_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(30)
+            process.wait(HANG_SECONDS)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -16,6 +16,7 @@ from omnistage.server.http.limits import HeldBytes, TransportLimits
 from omnistage.server.http.websocket import WebSocketConnection
 from omnistage.server.realtime.session import Session
 from omnistage.server.service import Service
+from tests.hang_guard import HANG_SECONDS
 from tests.server.harness import Running, raw, serving, status_of, until
 from tests.server.wire import CONTINUATION, PING, TEXT, WireSocket, frame, websocket
 
@@ -170,7 +171,7 @@ def test_a_message_in_which_a_session_breaks_does_not_count_for_ever(
         socket.send(frame(EMPTY_COMMIT) + frame(b"{}"))
         assert socket.close_code()[0] == 1011
         until(lambda: held_by(small).total == 0, "the end of the session")
-    assert lost.wait(30)
+    assert lost.wait(HANG_SECONDS)
     assert held_by(small).total == 0
 
 

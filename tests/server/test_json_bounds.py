@@ -24,6 +24,7 @@ from omnistage.server.http import json_body, routing
 from omnistage.server.http.json_body import JsonLimits, PartialBody, is_small, parse_json, run_json
 from omnistage.server.openai.completions import CompletionRequest
 from omnistage.server.service import Service
+from tests.hang_guard import HANG_SECONDS
 from tests.server.harness import Held, Running, data_url, longest_pause, serving, until
 
 MANY = 2 * 2**20
@@ -275,7 +276,7 @@ def test_many_values_count_in_the_memory_of_all_bodies(service: Service, held: H
         until(lambda: held.waits, "the first request runs")
         assert post(server, "chat/completions", body_with("messages", json.dumps(MESSAGES))).status_code == 429
         held.go.set()
-        assert first.result(30).status_code == 200
+        assert first.result(HANG_SECONDS).status_code == 200
         assert post(server, "chat/completions", body).status_code == 200
 
 
@@ -354,7 +355,7 @@ def test_large_bodies_are_parsed_one_at_a_time_and_keys_take_turns() -> None:
     go, order = threading.Event(), list[str]()
 
     def work(owner: str) -> None:
-        go.wait(30)
+        go.wait(HANG_SECONDS)
         order.append(owner)
 
     async def main() -> None:

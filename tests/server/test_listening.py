@@ -6,6 +6,7 @@ import asyncio
 import socket
 
 from omnistage.server.http.run import _listen
+from tests.hang_guard import HANG_SECONDS
 
 
 def test_nothing_waits_for_an_acknowledgement() -> None:
@@ -22,6 +23,6 @@ def test_nothing_waits_for_an_acknowledgement() -> None:
             async with await asyncio.start_server(accepted, sock=listening):
                 _, writer = await asyncio.open_connection(*listening.getsockname())
                 writer.close()
-                return int(await asyncio.wait_for(found, 20))
+                return int(await asyncio.wait_for(found, HANG_SECONDS))
 
     assert asyncio.run(main()) != 0

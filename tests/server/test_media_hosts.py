@@ -31,6 +31,7 @@ from omnistage.media.hosts import HostRule, is_public_address
 from omnistage.media.image import decode_image
 from omnistage.media.limits import MediaLimits
 from omnistage.media.source import load_bytes
+from tests.hang_guard import HANG_SECONDS
 
 PUBLIC = "93.184.216.34"
 HOST = "media.example.org"
@@ -354,12 +355,12 @@ def test_a_host_that_hangs_is_left(site: Site, lookup: Lookup) -> None:
     lookup(media_example_org=[HERE])
     with pytest.raises(MediaError, match=r"within 0\.3 seconds"):
         load_bytes(f"http://{HOST}:{site.port}/hangs", limits(site, url_timeout_seconds=0.3))
-    assert site.handler.left.wait(60)
+    assert site.handler.left.wait(HANG_SECONDS)
 
 
 def test_a_name_server_that_hangs_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     forever = threading.Event()
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: forever.wait(30))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: forever.wait(HANG_SECONDS))
     with pytest.raises(MediaError, match=r"within 0\.2 seconds"):
         load_bytes("https://media.example.org/x", MediaLimits(allow_urls=True, url_timeout_seconds=0.2))
     forever.set()
@@ -376,13 +377,15 @@ def test_a_cancelled_request_ends_its_fetch(site: Site, lookup: Lookup) -> None:
 
     async def request() -> None:
         with cancellation_scope(Cancellation()):
-            await asyncio.to_thread(load_bytes, f"http://{HOST}:{site.port}/hangs", limits(site))
+            await asyncio.to_thread(
+                load_bytes, f"http://{HOST}:{site.port}/hangs", limits(site, url_timeout_seconds=2 * HANG_SECONDS)
+            )
 
     async def main() -> None:
         task = asyncio.ensure_future(request())
-        assert await asyncio.to_thread(site.handler.waiting.wait, 10)
+        assert await asyncio.to_thread(site.handler.waiting.wait, HANG_SECONDS)
         task.cancel()
-        assert await asyncio.to_thread(site.handler.left.wait, 10)  # long before the 20 seconds of a fetch
+        assert await asyncio.to_thread(site.handler.left.wait, HANG_SECONDS)
         await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(main())

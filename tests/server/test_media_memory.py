@@ -135,6 +135,6 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(
         with contextlib.suppress(TimeoutError):
             connection.recv(1)
         connection.close()
-    until(lambda: is_free(budget), "the end of all of them", timeout=60)
+    until(lambda: is_free(budget), "the end of all of them")
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=chat(100), headers=HEADERS, timeout=60)
     assert answer.status_code == 200, answer.text

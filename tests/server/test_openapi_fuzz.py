@@ -20,6 +20,7 @@ from omnistage.omni import AsyncOmni
 from omnistage.server.http.app import create_app
 from omnistage.server.moderation.wordlist import WordList
 from omnistage.server.service import Service
+from tests.hang_guard import HANG_SECONDS
 from tests.server.harness import SERVE_LIMITS, Running, make, serving
 
 FAMILIES = {"lm": "causal_lm", "omni": "qwen2_5_omni", "draw": "stable_diffusion_3", "film": "wan"}
@@ -60,7 +61,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     service.loading = False
     with serving(service, max_body_bytes=2**20, stall_seconds=30.0) as running:
         yield running
-        asyncio.run_coroutine_threadsafe(service.jobs.close(), running.loop).result(60)
+        asyncio.run_coroutine_threadsafe(service.jobs.close(), running.loop).result(HANG_SECONDS)
         for model in service.models.values():
             model.omni.orchestrator.check_idle()
     for model in service.models.values():

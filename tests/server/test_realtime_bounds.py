@@ -29,6 +29,7 @@ from omnistage.server.realtime.events import MAX_CHARS, MAX_VALUES, EventError
 from omnistage.server.realtime.input_audio import InputAudio, Turn
 from omnistage.server.realtime.session import Limits, Session
 from omnistage.server.service import Service
+from tests.hang_guard import HANG_SECONDS
 from tests.server.realtime_client import RATE, TEXT, said
 
 HEARING = AudioInputLimits("audio/pcm", 0.03, 30.0)
@@ -192,11 +193,11 @@ class Meeting:
 
     def __call__(self, *args: Any) -> Any:
         self.begun.set()
-        self.met.append(self.go.wait(30))
+        self.met.append(self.go.wait(HANG_SECONDS))
         return self._real(*args)
 
     async def come(self) -> None:
-        await asyncio.to_thread(self.begun.wait, 30)
+        await asyncio.to_thread(self.begun.wait, HANG_SECONDS)
         self.go.set()
 
 

@@ -26,6 +26,7 @@ from omnistage.server.realtime import route as realtime
 from omnistage.server.realtime.config import SessionConfig, updated
 from omnistage.server.realtime.session import Session
 from omnistage.server.service import Service
+from tests.hang_guard import HANG_SECONDS
 from tests.server.harness import Held, Running, aborted, serving, until
 from tests.server.realtime_client import QUIET, RATE, TEXT, Raw, base64_of, raw_socket, said
 from tests.voice import silence, voice
@@ -419,7 +420,7 @@ def test_a_disconnect_is_noticed_behind_messages_that_wait(
     async def handle(session: Session, text: str) -> None:
         entered.set()
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         finally:
             ended.set()
 
@@ -427,12 +428,12 @@ def test_a_disconnect_is_noticed_behind_messages_that_wait(
     with raw_socket(server, "?model=lm") as talk:
         for _ in range(20):
             talk.send("conversation.item.create", item=said("x" * 2000))
-        assert entered.wait(20)
+        assert entered.wait(HANG_SECONDS)
         if goodbye:
             talk.connection.close()
         else:
             talk.connection.socket.shutdown(socket.SHUT_RDWR)
-        assert ended.wait(20)
+        assert ended.wait(HANG_SECONDS)
         until(lambda: not service.sessions, "the end of the session")
     until(lambda: len(audit) == 1, "the record")
     assert audit[0]["ended"] == ("done" if goodbye else "disconnected")
@@ -465,7 +466,7 @@ def test_an_answer_may_finish_when_the_service_drains(
     with raw_socket(server, "?model=lm") as busy, raw_socket(server, "?model=lm") as idle:
         idle.recv()
         begin(busy)
-        draining = asyncio.run_coroutine_threadsafe(service.drain(20), server.loop)
+        draining = asyncio.run_coroutine_threadsafe(service.drain(HANG_SECONDS), server.loop)
         assert idle.until_closed() == ([], 1001)
         busy.send("response.create")
         held.go.set()
@@ -473,7 +474,7 @@ def test_an_answer_may_finish_when_the_service_drains(
         assert code == 1001
         assert seen[-1]["type"] == "response.done"
         assert [e["error"]["code"] for e in seen if e["type"] == "error"] == ["shutting_down"]
-        draining.result(20)
+        draining.result(HANG_SECONDS)
     assert not service.sessions
 
 

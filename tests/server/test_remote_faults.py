@@ -41,6 +41,7 @@ from omnistage.engines.remote.stage import RemoteStage
 from omnistage.engines.remote.wire import check_params, request_body
 from omnistage.pipeline.loop import StageLoop
 from omnistage.pipeline.loop_threads import LoopThread
+from tests.hang_guard import HANG_SECONDS
 from tests.server import fake_llm
 from tests.server.fake_llm import MODEL, FakeServer, fake_server
 from tests.server.harness import until
@@ -94,7 +95,7 @@ class Client:
 
     def close(self) -> None:
         self.loop.stop(drain=False)
-        assert self.loop.join(60)
+        assert self.loop.join(HANG_SECONDS)
         self.stage.close()
 
 
@@ -226,7 +227,7 @@ def test_an_abort_is_seen_by_the_server_and_nothing_more_is_emitted(client: Clie
     until(lambda: len(client.chunks[name]) > 1, "a token")
     client.loop.abort(name, name)
     until(lambda: client.stage.stats().running == 0, "the end of the request")
-    assert client.loop.wait_resting(10)
+    assert client.loop.wait_resting(HANG_SECONDS)
     assert all(chunk.finish is None for chunk in client.chunks[name])
     assert client.text(client.submit("good")) == "Hello there"
 
@@ -451,5 +452,5 @@ def test_the_guard_ends_the_whole_group_when_the_service_is_gone(tmp_path: Path)
         grandchild = int(process.stdout.readline())
         assert os.getpgid(grandchild) != os.getpgid(process.pid)
         process.stdin.close()  # as the kernel does when the service is killed
-        assert process.wait(20) != 0
+        assert process.wait(HANG_SECONDS) != 0
     until(lambda: ended(grandchild), "its end")

@@ -21,6 +21,7 @@ import pytest
 
 from omnistage.omni import AsyncOmni
 from omnistage.server.service import Service
+from tests.hang_guard import HANG_SECONDS
 from tests.server.harness import Held, Running, serving
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -68,7 +69,7 @@ def proxy(command: list[str], port: int, log: Path) -> Iterator[None]:
     with log.open("wb") as written:
         process = subprocess.Popen(command, stdout=written, stderr=written, env={**os.environ, "HOME": str(log.parent)})
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_SECONDS
         while True:
             assert process.poll() is None, log.read_text(encoding="utf-8", errors="replace")
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
@@ -77,7 +78,7 @@ def proxy(command: list[str], port: int, log: Path) -> Iterator[None]:
         yield
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(HANG_SECONDS)
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from omnistage.media.limits import MediaLimits
 from omnistage.omni import AsyncOmni
 from omnistage.server.access.keys import Holder, Keyring, digest_of
 from omnistage.server.service import Service
+from tests.hang_guard import HANG_SECONDS
 from tests.server.command_harness import running
 from tests.server.harness import Running, awaited, data_url, make, raw, serving, until
 from tests.server.realtime_client import raw_socket
@@ -171,7 +172,7 @@ def test_the_command_stops_with_its_processes_while_they_decode(tmp_path: Path) 
         until(lambda: processor_time(process) > used + 0.2, "the start of the decoding")
         command.process.send_signal(signal.SIGTERM)
         assert command.end() == 0
-        client.join(60)
+        client.join(HANG_SECONDS)
         assert not Path(f"/proc/{process}").exists()
 
 

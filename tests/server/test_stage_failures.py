@@ -18,6 +18,7 @@ from omnistage.omni import AsyncOmni
 from omnistage.pipeline import supervision
 from omnistage.pipeline.loop import MAX_FAILED_STEPS
 from omnistage.server.service import Service
+from tests.hang_guard import HANG_SECONDS
 from tests.server.harness import SERVE_LIMITS, SHORT, Held, Running, make, serving, until
 
 pytestmark = pytest.mark.timeout(300)
@@ -93,7 +94,7 @@ def test_a_stage_that_keeps_failing_is_refused_by_name_and_rebuilt(
         monkeypatch.setitem(
             supervisor._rebuilds,  # type: ignore[arg-type]
             "talker",
-            lambda attempt: rebuild(attempt) if go.wait(60) else None,
+            lambda attempt: rebuild(attempt) if go.wait(HANG_SECONDS) else None,
         )
         broken = stage_of(server, "talker")
         break_steps(broken, Panic, "a user's words", monkeypatch)
@@ -154,7 +155,7 @@ def test_a_stage_that_is_stuck_in_a_step_is_not_ready_until_the_step_ends(
         assert metric(server, "omnistage_step_overdue", "thinker") == 1
         assert post(server, SHORT, "/v1/completions").json()["error"]["code"] == "stage_unavailable"
         held.go.set()
-        waiting.join(30)
+        waiting.join(HANG_SECONDS)
         assert answers[0].status_code == 200
         until(lambda: probe(server, "/ready")[0] == 200, "the end of the step")
         assert metric(server, "omnistage_step_overdue", "thinker") == 0

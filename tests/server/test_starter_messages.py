@@ -17,6 +17,7 @@ from omnistage.core.errors import QueueFullError, ShutdownError
 from omnistage.core.types import Modality
 from omnistage.omni import AsyncOmni
 from omnistage.server.http.executor import Workers
+from tests.hang_guard import HANG_SECONDS
 from tests.server.harness import awaited
 from tests.server.starter_harness import HELLO, SHORT, server, starter
 
@@ -132,7 +133,7 @@ async def test_a_full_queue_says_what_is_in_it() -> None:
         with contextlib.ExitStack() as held:
             return await workers.run(work, workers.reserve(held), held)
 
-    taken = [asyncio.ensure_future(run(lambda over: go.wait(30))) for _ in range(2)]
+    taken = [asyncio.ensure_future(run(lambda over: go.wait(HANG_SECONDS))) for _ in range(2)]
     await asyncio.sleep(0)
     with pytest.raises(QueueFullError, match="2 clips are queued already"):
         await run(lambda over: None)

@@ -44,6 +44,7 @@ from omnistage.server.moderation.filters import (
 from omnistage.server.moderation.wordlist import WordList
 from omnistage.server.openai.audio import transcriber
 from omnistage.server.openai.response_models import usage_of
+from tests.hang_guard import HANG_SECONDS
 from tests.server.harness import Running, awaited, serving, until
 from tests.server.realtime_client import QUIET, base64_of, said, text_of, until_event
 from tests.server.starter_harness import HEARD, HELLO, SHORT, server, service_of, starter
@@ -326,7 +327,7 @@ class SlowTranscriber:
 
     def transcribe(self, clip: AudioClip, over: Callable[[], bool] | None = None) -> str:
         self.begun.release()
-        assert self.go.wait(60)
+        assert self.go.wait(HANG_SECONDS)
         self.heard += 1
         return HEARD
 
@@ -384,7 +385,7 @@ async def test_work_that_nobody_waits_for_keeps_nothing_in_memory() -> None:
         with contextlib.ExitStack() as held:
             return await workers.run(work, workers.reserve(held), held)
 
-    first = asyncio.ensure_future(run(lambda over: go.wait(30)))
+    first = asyncio.ensure_future(run(lambda over: go.wait(HANG_SECONDS)))
     second = asyncio.ensure_future(run(lambda over, sent=data: sent))  # type: ignore[misc]
     await asyncio.sleep(0)
     second.cancel()
@@ -447,7 +448,7 @@ def test_a_stopping_service_lets_transcriptions_finish(
         stopped = asyncio.run_coroutine_threadsafe(response.drain(seconds), server.loop)
         if seconds:
             slow.go.set()
-        stopped.result(30)
+        stopped.result(HANG_SECONDS)
         assert {one.result().status_code for one in asked} == {200 if seconds else 503}
         with pytest.raises(ShutdownError):
             response.transcribe_workers.reserve(contextlib.ExitStack())

@@ -21,6 +21,7 @@ import pytest
 from omnistage.core.errors import StageError
 from omnistage.omni import AsyncOmni
 from omnistage.server.service import Service
+from tests.hang_guard import HANG_SECONDS
 from tests.server.harness import LONG, SHORT, SMALL_BODY, Held, Running, aborted, raw, serving, status_of, until
 
 # -------------------------------------------------------------------------------------------------- who leaves
@@ -66,13 +67,13 @@ def test_who_leaves_while_it_is_admitted_has_its_request_in_the_audit_log(
 
     def slow(*args: Any) -> Any:
         starts.set()
-        assert go.wait(30)
+        assert go.wait(HANG_SECONDS)
         return start(*args)
 
     monkeypatch.setattr(lm.orchestrator, "start", slow)
     before = aborted(lm)
     connection = raw(server, json.dumps(LONG).encode())
-    assert starts.wait(30)
+    assert starts.wait(HANG_SECONDS)
     connection.close()
     until(lambda: bool(audit), "a line in the audit log")
     assert (audit[0]["ended"], audit[0]["requests"]) == ("disconnected", [])

@@ -25,6 +25,7 @@ from omnistage.core.errors import ConfigError
 from omnistage.omni import AsyncOmni
 from omnistage.server.observe.tracing import Tracing, start_tracing
 from omnistage.server.service import Service
+from tests.hang_guard import until
 from tests.server.harness import Running, serving
 
 MARKER = "xq7marker"
@@ -55,9 +56,8 @@ def _serving(models: dict[str, AsyncOmni], tracing: Tracing | None) -> Iterator[
 
 def until_spans(spans: InMemorySpanExporter, count: int) -> dict[str, ReadableSpan]:
     """The spans by name, once there are as many: the server's is ended just behind its answer."""
-    deadline = time.monotonic() + 30
-    while len(found := spans.get_finished_spans()) < count and time.monotonic() < deadline:
-        threading.Event().wait(0.01)
+    until(lambda: len(spans.get_finished_spans()) >= count, f"the end of {count} spans")
+    found = spans.get_finished_spans()
     assert len(found) == count, [span.name for span in found]
     return {span.name: span for span in found}
 

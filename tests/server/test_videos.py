@@ -26,6 +26,7 @@ from omnistage.omni import AsyncOmni
 from omnistage.server.access.keys import Holder, Keyring, digest_of
 from omnistage.server.openai.videos.jobs import Job, JobStore, new_job
 from omnistage.server.service import Service
+from tests.hang_guard import HANG_SECONDS
 from tests.server.harness import SERVE_LIMITS, Running, make, serving
 
 # OpenAI has ended its own service behind this part of its client.
@@ -68,7 +69,7 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 
 def stop_jobs(running: Running) -> None:
     """What a stopping service does, but for its models, which other tests still need."""
-    asyncio.run_coroutine_threadsafe(running.service.jobs.close(), running.loop).result(30)
+    asyncio.run_coroutine_threadsafe(running.service.jobs.close(), running.loop).result(HANG_SECONDS)
 
 
 def made(client: openai.OpenAI, **change: Any) -> Any:

@@ -35,6 +35,7 @@ from omnistage.pipeline.orchestrator import Orchestrator
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
 from omnistage.pipeline.request import OmniRequest
 from omnistage.pipeline.supervision import Rebuild
+from tests.hang_guard import HANG_SECONDS
 
 RATE = 100
 TEXT, AUDIO = Modality.TEXT, Modality.AUDIO
@@ -261,7 +262,7 @@ class Recorder:
         return "".join(item.text for item in self.items)
 
     def wait(self) -> OmniRequestOutput:
-        if not self.ended.wait(30):
+        if not self.ended.wait(HANG_SECONDS):
             raise AssertionError("the request did not end")
         return self.final
 

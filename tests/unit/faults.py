@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from omnistage.core.types import FinishReason
+from tests.hang_guard import HANG_SECONDS
 from tests.unit.fakes import Recorder
 
 SECRET = "what the user said"
@@ -35,7 +36,7 @@ def elsewhere(work: Callable[[], object]) -> None:
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(30)
+    thread.join(HANG_SECONDS)
     assert not thread.is_alive()
     if escaped:
         raise AssertionError("an error escaped") from escaped[0]
@@ -47,7 +48,7 @@ def ended(sink: Recorder) -> FinishReason:
 
 
 class Hang:
-    """A call that does not return until it is released."""
+    """A call that does not return until it is released; it fails where it never is, and whoever waited for it too."""
 
     def __init__(self) -> None:
         self.entered = threading.Event()
@@ -55,4 +56,5 @@ class Hang:
 
     def __call__(self, *_: object, **__: object) -> None:
         self.entered.set()
-        self.go.wait(30)
+        if not self.go.wait(HANG_SECONDS):
+            raise TimeoutError

@@ -24,13 +24,14 @@ from omnistage.placement.group import StageGroup
 from omnistage.placement.messages import Start
 from omnistage.placement.replicas import Replicas, ReplicaStats
 from omnistage.placement.worker_process import LocalProcess
+from tests.hang_guard import HANG_SECONDS
 from tests.unit.fakes import AUDIO, TEXT, FakeStage, Recorder, linear, stream_into
 from tests.unit.placement_worker import LOADING, real_rows
 
 PARAMS = {"thinker": SamplingParams, "talker": SamplingParams, "vocoder": CodecParams}
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 120.0) -> None:
+def eventually(condition: Callable[[], bool], seconds: float = HANG_SECONDS) -> None:
     """Wait for something that another thread or process brings about."""
     end = time.monotonic() + seconds
     while not condition():

@@ -21,6 +21,7 @@ from omnistage.core.errors import CancelledRequestError, DeadlineExceededError, 
 from omnistage.core.threads import DaemonThreads, interpreter_released
 from omnistage.core.types import OmniTokensPrompt
 from omnistage.pipeline.preparation import SHORT_CHARS, Lane, lane_of, prepare
+from tests.hang_guard import HANG_SECONDS
 
 
 def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -135,30 +136,31 @@ def test_a_thread_with_a_share_of_a_core_rests_after_its_work(monkeypatch: pytes
         with interpreter_released():
             return 1
 
-    assert pool.submit(tokenise).result(30) == 1
-    assert pool.submit(lambda: 2).result(30) == 2
-    assert pool.submit(lambda: 3).result(30) == 3  # once it is there, the first two have rested
+    assert pool.submit(tokenise).result(HANG_SECONDS) == 1
+    assert pool.submit(lambda: 2).result(HANG_SECONDS) == 2
+    assert pool.submit(lambda: 3).result(HANG_SECONDS) == 3  # once it is there, the first two have rested
     assert rests[:2] == [0.25, 1.0]  # but not for long
 
 
 def test_a_thread_is_started_while_all_others_work(threads: DaemonThreads) -> None:
     meet = threading.Barrier(2)
-    jobs = [threads.submit(meet.wait, 60) for _ in range(2)]
-    assert sorted(job.result(60) for job in jobs) == [0, 1]
-    assert threads.submit(threading.get_ident).result(60)
+    jobs = [threads.submit(meet.wait, HANG_SECONDS) for _ in range(2)]
+    assert sorted(job.result(HANG_SECONDS) for job in jobs) == [0, 1]
+    assert threads.submit(threading.get_ident).result(HANG_SECONDS)
     meet.reset()  # both threads are idle: two jobs still run side by side
-    assert sorted(job.result(60) for job in [threads.submit(meet.wait, 60) for _ in range(2)]) == [0, 1]
+    jobs = [threads.submit(meet.wait, HANG_SECONDS) for _ in range(2)]
+    assert sorted(job.result(HANG_SECONDS) for job in jobs) == [0, 1]
 
 
 def test_work_of_one_owner_leaves_half_of_the_threads_to_others() -> None:
     pool, go = DaemonThreads(2, "test"), threading.Event()
-    held = [pool.submit_for("ann", go.wait, 60) for _ in range(4)]
-    assert pool.submit_for("bob", lambda: 1).result(60) == 1
-    assert pool.submit(lambda: 2).result(60) == 2
+    held = [pool.submit_for("ann", go.wait, HANG_SECONDS) for _ in range(4)]
+    assert pool.submit_for("bob", lambda: 1).result(HANG_SECONDS) == 1
+    assert pool.submit(lambda: 2).result(HANG_SECONDS) == 2
     assert not any(job.done() for job in held)
     pool.shutdown()  # what is queued still runs
     go.set()
-    assert all(job.result(60) for job in held)
+    assert all(job.result(HANG_SECONDS) for job in held)
 
 
 def test_what_a_job_raises_is_raised_where_it_is_awaited_and_the_thread_lives_on(threads: DaemonThreads) -> None:
@@ -169,27 +171,27 @@ def test_what_a_job_raises_is_raised_where_it_is_awaited_and_the_thread_lives_on
         raise SystemExit(3)
 
     with pytest.raises(LookupError):
-        threads.submit(fail).result(60)
+        threads.submit(fail).result(HANG_SECONDS)
     # An event loop that awaits this would end if it were SystemExit itself.
     with pytest.raises(InternalError, match="SystemExit"):
-        threads.submit(leave).result(60)
-    assert threads.submit(lambda: 1).result(60) == 1
+        threads.submit(leave).result(HANG_SECONDS)
+    assert threads.submit(lambda: 1).result(HANG_SECONDS) == 1
 
 
 def test_after_shutdown_nothing_is_taken_and_what_was_queued_still_runs() -> None:
     pool, go = DaemonThreads(1, "test"), threading.Event()
-    first, second = pool.submit(go.wait, 60), pool.submit(lambda: 2)
+    first, second = pool.submit(go.wait, HANG_SECONDS), pool.submit(lambda: 2)
     pool.shutdown()
     with pytest.raises(RuntimeError, match="shutdown"):
         pool.submit(lambda: 3)
     go.set()
-    assert first.result(60)
-    assert second.result(60) == 2
+    assert first.result(HANG_SECONDS)
+    assert second.result(HANG_SECONDS) == 2
 
 
 def test_a_job_that_is_cancelled_in_the_queue_leaves_it_with_its_data() -> None:
     pool, go = DaemonThreads(1, "test"), threading.Event()
-    first = pool.submit(go.wait, 60)
+    first = pool.submit(go.wait, HANG_SECONDS)
     body = {"a body"}
     data = weakref.ref(body)
     job = pool.submit(len, body)
@@ -198,11 +200,11 @@ def test_a_job_that_is_cancelled_in_the_queue_leaves_it_with_its_data() -> None:
     assert job.cancel()
     assert job.cancel()  # again
     assert data() is None
-    assert job in wait([job], timeout=60).done
+    assert job in wait([job], timeout=HANG_SECONDS).done
     last = pool.submit(lambda: 3)
     go.set()
-    assert first.result(60)
-    assert last.result(60) == 3
+    assert first.result(HANG_SECONDS)
+    assert last.result(HANG_SECONDS) == 3
     pool.shutdown()
 
 
@@ -211,8 +213,8 @@ def test_a_result_that_is_kept_does_not_keep_what_it_was_made_from() -> None:
     data = weakref.ref(body)
     job = pool.submit(len, body)
     del body
-    assert job.result(60) == 1
-    assert pool.submit(lambda: 2).result(60) == 2  # the thread is done with the first
+    assert job.result(HANG_SECONDS) == 1
+    assert pool.submit(lambda: 2).result(HANG_SECONDS) == 2  # the thread is done with the first
     assert data() is None
     pool.shutdown()
 
@@ -222,14 +224,14 @@ def test_what_is_dropped_at_the_shutdown_is_cancelled() -> None:
 
     def work() -> bool:
         begun.set()
-        return go.wait(60)
+        return go.wait(HANG_SECONDS)
 
     first, second = pool.submit(work), pool.submit(lambda: 2)
-    assert begun.wait(60)
+    assert begun.wait(HANG_SECONDS)
     pool.shutdown(cancel_futures=True)
     assert second.cancelled()
     go.set()
-    assert first.result(60)
+    assert first.result(HANG_SECONDS)
 
 
 def test_where_no_thread_can_be_started_others_take_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,13 +244,13 @@ def test_where_no_thread_can_be_started_others_take_the_work(monkeypatch: pytest
         patch.setattr(threading.Thread, "start", fail)
         with pytest.raises(RuntimeError, match="can't start"):
             pool.submit(lambda: 1)
-    first = pool.submit(go.wait, 60)
+    first = pool.submit(go.wait, HANG_SECONDS)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fail)
         second = pool.submit(lambda: 2)
     go.set()
-    assert second.result(60) == 2
-    assert first.result(60)
+    assert second.result(HANG_SECONDS) == 2
+    assert first.result(HANG_SECONDS)
     pool.shutdown()
 
 
@@ -300,7 +302,7 @@ async def test_leaving_early_cancels_the_work_which_counts_until_it_ends(by: str
 
     def work() -> bool:
         loop.call_soon_threadsafe(began.set)
-        return go.wait(30)
+        return go.wait(HANG_SECONDS)
 
     waiting = asyncio.ensure_future(prepare(work, cancellation, Lane.SHORT))
     await began.wait()
@@ -324,7 +326,7 @@ async def test_a_failure_as_late_as_the_deadline_is_not_left_to_asyncio(
     ended = threading.Event()
 
     async def wait_past_the_deadline(_awaited: object, timeout: float | None) -> None:
-        ended.wait(30)  # blocks the loop: it learns of the end of the work only after the deadline
+        ended.wait(HANG_SECONDS)  # blocks the loop: it learns of the end of the work only after the deadline
 
     def work() -> None:
         raise DeadlineExceededError("late")
@@ -354,7 +356,9 @@ async def test_where_no_thread_can_be_started_nothing_counts_as_working(monkeypa
 @in_loop
 async def test_long_work_does_not_keep_short_work_waiting() -> None:
     go = threading.Event()
-    blocked = [asyncio.ensure_future(prepare(lambda: go.wait(30), Cancellation(), Lane.LONG)) for _ in range(64)]
+    blocked = [
+        asyncio.ensure_future(prepare(lambda: go.wait(HANG_SECONDS), Cancellation(), Lane.LONG)) for _ in range(64)
+    ]
     assert await prepare(lambda: 1, Cancellation(), Lane.SHORT) == 1
     go.set()
     assert all(await asyncio.gather(*blocked))
@@ -453,6 +457,6 @@ def test_the_data_of_a_request_that_is_refused_are_freed_at_once(lane: Lane) -> 
     gc.collect()
     gc.disable()
     try:
-        asyncio.run(asyncio.wait_for(main(), 20))
+        asyncio.run(asyncio.wait_for(main(), HANG_SECONDS))
     finally:
         gc.enable()

@@ -15,6 +15,7 @@ import torch
 from omnistage.engines import compiling, triton_jit
 from omnistage.engines.ar.attention import make_backend, triton_paged
 from omnistage.engines.ar.attention.sdpa import SdpaBackend
+from tests.hang_guard import HANG_SECONDS
 
 
 def network(**weight: Any) -> Any:
@@ -82,7 +83,7 @@ def test_layers_are_compiled_when_no_other_thread_imports_the_compiler(monkeypat
         compiled.start()
         compiled.join(0.2)
         assert compiled.is_alive()
-    compiled.join(60)
+    compiled.join(HANG_SECONDS)
     assert not compiled.is_alive()
 
 
@@ -98,7 +99,7 @@ def test_what_compiles_is_imported_in_a_thread_and_its_errors_are_left_to_whoeve
     monkeypatch.setattr(compiling, "start_compile_workers", lambda: calls.append("processes"))
     monkeypatch.setattr(compiling, "_hash_triton", lambda: None)
     monkeypatch.setattr(compiling, "import_compiler", fail)
-    compiling.prepare_compiler().join(60)
+    compiling.prepare_compiler().join(HANG_SECONDS)
     assert calls == ["processes", "compiler-imports"]
     with pytest.raises(ImportError, match="half of a module"):
         compiling.compile_layers([])

@@ -45,6 +45,7 @@ if (folder := str(ROOT / "tools")) not in sys.path:
 
 from fuzz_media import FORMATS, audio, fuzz, image, resident_mib, video  # noqa: E402
 
+from tests.hang_guard import HANG_SECONDS, until  # noqa: E402
 from tests.slow_media import slow_jpeg  # noqa: E402
 
 LIMITS = MediaLimits()
@@ -115,20 +116,11 @@ class Decoding:
         threading.Thread(target=context.run, args=(run,), daemon=True).start()
 
     def result(self) -> object:
-        return self._done.result(30)
+        return self._done.result(HANG_SECONDS)
 
     @property
     def done(self) -> bool:
         return self._done.done()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(15_000):
-        if condition():
-            return
-        pause.wait(0.002)
-    pytest.fail("it did not happen within 30 s")
 
 
 def ordinary() -> bytes:

@@ -18,6 +18,7 @@ from omnistage.core.params import SamplingParams
 from omnistage.core.stage import StageStats, StepSeconds
 from omnistage.core.types import ARInput, RequestInfo, StageChunk, StageInput, TokenChunk
 from omnistage.placement.messages import Beat, Chunks, Failed, Message, Submit, Taken
+from tests.hang_guard import HANG_SECONDS
 from tests.unit.test_placement_channel import End
 
 
@@ -29,7 +30,7 @@ def frame_of(*messages: Message) -> bytes:
         source.channel.send(*messages)
         frame = pair[1].recv(1 << 20)
         source.channel.close()
-        assert source.closed.wait(30)
+        assert source.closed.wait(HANG_SECONDS)
     return frame
 
 
@@ -56,7 +57,7 @@ def test_whatever_bytes_come_a_channel_gives_messages_or_closes(frame: bytes, ed
     sink = End(pair[0])
     pair[1].sendall(data)
     pair[1].close()
-    assert sink.closed.wait(30)
+    assert sink.closed.wait(HANG_SECONDS)
     assert all(type(message).__name__ in {kind.__name__ for kind in get_args(Message)} for message in sink.messages)
 
 
@@ -88,7 +89,7 @@ def test_a_message_of_other_types_than_declared_closes_the_channel(message: obje
     sink = End(pair[0])
     with pair[1]:
         pair[1].sendall(struct.pack("<IIQQ", len(text), 0, 0, 0) + text)
-        assert sink.closed.wait(30)
+        assert sink.closed.wait(HANG_SECONDS)
     assert not sink.messages
 
 
@@ -101,5 +102,5 @@ def test_a_file_that_is_announced_and_does_not_come_or_is_too_short_closes_the_c
         with pair[1], tempfile.TemporaryFile() as file:
             frame = struct.pack("<IIQQ", len(text), 1, 0, 1 << 20) + text
             socket.send_fds(pair[1], [frame], [file.fileno()] if sends_file else [])
-            assert sink.closed.wait(30)
+            assert sink.closed.wait(HANG_SECONDS)
         assert not sink.messages

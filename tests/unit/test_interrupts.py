@@ -22,6 +22,7 @@ from omnistage.core.cancellation import current_cancellation
 from omnistage.core.types import Modality
 from omnistage.pipeline.output_assembler import OutputBuffer
 from omnistage.pipeline.outputs import OutputChunk
+from tests.hang_guard import HANG_SECONDS
 from tests.unit.chat_harness import FakeOmni, make
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")]
@@ -43,7 +44,7 @@ def cancelled() -> None:
     """Wait until the work of this thread is cancelled."""
     event = threading.Event()
     with current_cancellation().on_cancel(event.set):
-        assert event.wait(30)
+        assert event.wait(HANG_SECONDS)
 
 
 class Talker(FakeOmni):
@@ -129,7 +130,7 @@ def test_a_lock_that_is_being_taken_back_is_not_left_half_way() -> None:
     main = threading.get_ident()
 
     def produce() -> None:
-        waiting.wait(30)
+        waiting.wait(HANG_SECONDS)
         with buffer._lock:  # the one who waits is woken, and needs the lock to go on
             buffer._items.append(OutputChunk("r", Modality.TEXT, text="x"))
             buffer._has_items.notify()

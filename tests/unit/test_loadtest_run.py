@@ -25,6 +25,7 @@ from omnistage.bench.tables import compare, print_report, read_report
 from omnistage.bench.workload import Kind, Workload, arrivals, parse_mix
 from omnistage.core.errors import InvalidRequestError, MissingDependencyError
 from omnistage.core.http_client import Client
+from tests.hang_guard import HANG_SECONDS
 
 Reply = Callable[["Service", str, dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
 MODELS = {"data": [{"id": "chat", "modalities": {"output": ["text"]}}, {"id": "all", "modalities": {"output": []}}]}
@@ -137,7 +138,7 @@ def test_no_more_are_under_way_than_there_are_workers_and_no_fewer() -> None:
     async def when_all_are_there(service: Service, _path: str, _body: object, writer: asyncio.StreamWriter) -> None:
         if service.busy == 4:
             service.go.set()
-        await asyncio.wait_for(service.go.wait(), 20)
+        await asyncio.wait_for(service.go.wait(), HANG_SECONDS)
         stream(writer, text_events())
 
     made, service = run(when_all_are_there, Load(concurrency=4, count=10))
@@ -150,7 +151,7 @@ def test_an_open_loop_sends_at_its_own_times_whoever_still_waits() -> None:
     async def when_all_are_there(service: Service, _path: str, _body: object, writer: asyncio.StreamWriter) -> None:
         if len(service.asked) == 10:
             service.go.set()
-        await asyncio.wait_for(service.go.wait(), 20)
+        await asyncio.wait_for(service.go.wait(), HANG_SECONDS)
         stream(writer, text_events())
 
     made, service = run(when_all_are_there, Load(rate=200.0, count=10))

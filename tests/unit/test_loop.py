@@ -17,6 +17,7 @@ from omnistage.pipeline.commands import Feed
 from omnistage.pipeline.deadlines import DeadlineTimer
 from omnistage.pipeline.loop import StageLoop
 from omnistage.pipeline.loop_threads import LoopThread
+from tests.hang_guard import HANG_SECONDS
 from tests.unit.fakes import FakeClock, FakeStage, _Rows
 
 pytestmark = pytest.mark.timeout(300)
@@ -45,7 +46,7 @@ class Rig:
 
     def wait_finish(self, request_id: str) -> None:
         with self.ended:
-            assert self.ended.wait_for(lambda: self.finishes(request_id), 30)
+            assert self.ended.wait_for(lambda: self.finishes(request_id), HANG_SECONDS)
 
 
 def rows(count: int, final: bool = False) -> SideRows:
@@ -246,13 +247,13 @@ def test_a_reader_of_statistics_that_is_late_does_not_replace_the_last_ones() ->
         stats = count()
         if threading.current_thread() is reader:
             counted.set()
-            ended.wait(60)
+            ended.wait(HANG_SECONDS)
         return stats
 
     rig.stage.stats = slow  # type: ignore[method-assign]
     reader = threading.Thread(target=rig.loop.stats)
     reader.start()
-    counted.wait(60)
+    counted.wait(HANG_SECONDS)
     rig.loop.stop(drain=False)
     ended.set()
     reader.join()
@@ -274,15 +275,15 @@ def test_stopping_without_drain_ends_queued_and_running_requests() -> None:
 def test_the_thread_rests_without_work_and_wakes_for_it() -> None:
     rig = Rig()
     LoopThread("test", [rig.loop]).start()
-    assert rig.loop.wait_resting(30)
+    assert rig.loop.wait_resting(HANG_SECONDS)
     steps = rig.stage.steps
     rig.submit("a", 3)
     rig.wait_finish("a")
-    assert rig.loop.wait_resting(30)
+    assert rig.loop.wait_resting(HANG_SECONDS)
     assert rig.stage.steps == steps + 3
     assert rig.loop.stats().running == 0
     rig.loop.stop()
-    assert rig.loop.join(30)
+    assert rig.loop.join(HANG_SECONDS)
 
 
 @pytest.mark.parametrize("drain", [True, False])
@@ -292,15 +293,15 @@ def test_a_stopping_thread_drains_only_if_told_to(drain: bool) -> None:
 
     def hold() -> None:
         entered.set()
-        go.wait(30)
+        go.wait(HANG_SECONDS)
 
     rig.stage.before_step = hold
     LoopThread("test", [rig.loop]).start()
     rig.submit("a", 3)
-    assert entered.wait(30)
+    assert entered.wait(HANG_SECONDS)
     rig.loop.stop(drain=drain)
     go.set()
-    assert rig.loop.join(30)
+    assert rig.loop.join(HANG_SECONDS)
     assert rig.finishes("a") == [FinishReason.STOP if drain else FinishReason.ABORT]
 
 
@@ -354,7 +355,7 @@ def test_the_timer_thread_wakes_for_an_earlier_deadline() -> None:
     now = RequestInfo("now").arrival
     timer.add(now + 3600, "far")
     timer.add(now + 0.01, "near")
-    assert done.wait(30)
+    assert done.wait(HANG_SECONDS)
     assert order == ["near"]
     timer.stop(30)
 
@@ -369,11 +370,11 @@ def test_a_stage_that_cannot_say_how_long_to_wait_goes_on_serving() -> None:
 
     rig.stage.wait_limit = broken  # type: ignore[method-assign]
     LoopThread("test", [rig.loop]).start()
-    assert asked.wait(30)
+    assert asked.wait(HANG_SECONDS)
     rig.submit("a")
     rig.wait_finish("a")
     rig.loop.stop()
-    assert rig.loop.join(30)
+    assert rig.loop.join(HANG_SECONDS)
     assert rig.finishes("a") == [FinishReason.STOP]
 
 
@@ -416,7 +417,7 @@ def test_what_two_stages_feed_a_request_comes_in_the_order_in_which_it_was_fed()
         if chunk.payload is not None:
             target.loop.feed("a", rows(1), "a")
             first_fed.set()
-            assert second_done.wait(30)
+            assert second_done.wait(HANG_SECONDS)
 
     def feed_second(owner: object, chunk: StageChunk) -> None:
         if chunk.payload is not None:
@@ -428,10 +429,10 @@ def test_what_two_stages_feed_a_request_comes_in_the_order_in_which_it_was_fed()
         source.submit(StageInput(RequestInfo("a"), SamplingParams(), ARInput((1,))), "a")
     thread = threading.Thread(target=first.run_pending)
     thread.start()
-    assert first_fed.wait(30)
+    assert first_fed.wait(HANG_SECONDS)
     second.run_pending()
     second_done.set()
-    thread.join(30)
+    thread.join(HANG_SECONDS)
     assert [(len(c.feed.rows), c.feed.final) for c in target.loop._inbox if isinstance(c, Feed)] == [  # type: ignore[union-attr]
         (1, False),
         (2, True),

@@ -15,6 +15,7 @@ from omnistage.engines import threads
 from omnistage.pipeline import loop_threads as stage_loops
 from omnistage.pipeline.loop import StageLoop
 from omnistage.pipeline.loop_threads import LoopThread, loop_threads, sharing
+from tests.hang_guard import HANG_SECONDS
 from tests.unit.fakes import FakeStage
 
 pytestmark = pytest.mark.timeout(300)
@@ -57,12 +58,12 @@ class Shared:
 
     def wait(self, *request_ids: str) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: all(name in self.finished for name in request_ids), 30)
+            assert self.changed.wait_for(lambda: all(name in self.finished for name in request_ids), HANG_SECONDS)
 
     def end(self) -> None:
         for loop in self.loops.values():
             loop.stop()
-        assert all(loop.join(30) for loop in self.loops.values())
+        assert all(loop.join(HANG_SECONDS) for loop in self.loops.values())
 
 
 @pytest.fixture
@@ -79,13 +80,13 @@ def test_loops_share_a_thread_and_both_get_on(shared: Shared) -> None:
     shared.wait("x", "y")
     assert shared.threads == {"shared"}
     assert sorted(shared.order) == ["a"] * 5 + ["b"] * 5
-    assert all(loop.wait_resting(30) for loop in shared.loops.values())
+    assert all(loop.wait_resting(HANG_SECONDS) for loop in shared.loops.values())
 
 
 def test_a_resting_thread_wakes_for_either_loop(shared: Shared) -> None:
     shared.thread.start()
     for number, stage in enumerate("abba"):
-        assert shared.loops[stage].wait_resting(30)
+        assert shared.loops[stage].wait_resting(HANG_SECONDS)
         shared.submit(stage, f"{stage}{number}", 2)
         shared.wait(f"{stage}{number}")
 
@@ -93,14 +94,14 @@ def test_a_resting_thread_wakes_for_either_loop(shared: Shared) -> None:
 def test_a_resting_thread_wakes_for_work_that_came_from_elsewhere(shared: Shared) -> None:
     shared.thread.start()
     stage, loop = shared.loops["a"].stage, shared.loops["a"]
-    assert loop.wait_resting(30)
+    assert loop.wait_resting(HANG_SECONDS)
     arrived, stepped = threading.Event(), threading.Event()
     stage.has_work = lambda: arrived.is_set() and not stepped.is_set()  # type: ignore[method-assign]
     stage.step = lambda: stepped.set() or []  # type: ignore[method-assign, func-returns-value]
     arrived.set()
     assert stage.wake is not None
     stage.wake()
-    assert stepped.wait(30)
+    assert stepped.wait(HANG_SECONDS)
 
 
 def clocked(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> Shared:
@@ -140,7 +141,7 @@ def test_time_without_work_is_not_saved_up(monkeypatch: pytest.MonkeyPatch) -> N
 def test_one_loop_can_end_while_the_other_goes_on(shared: Shared) -> None:
     shared.thread.start()
     shared.loops["a"].stop()
-    assert shared.loops["a"].join(30)
+    assert shared.loops["a"].join(HANG_SECONDS)
     shared.submit("b", "y", 3)
     shared.wait("y")
     assert shared.finished == {"y": FinishReason.STOP}
@@ -208,7 +209,7 @@ def test_a_loop_does_not_wait_for_itself(shared: Shared) -> None:
     found: list[bool] = []
     stage = shared.loops["a"].stage
     assert isinstance(stage, FakeStage)
-    stage.before_step = lambda: found.append(shared.loops["b"].join(30))
+    stage.before_step = lambda: found.append(shared.loops["b"].join(HANG_SECONDS))
     shared.submit("a", "x", 1)
     shared.thread.start()
     shared.wait("x")

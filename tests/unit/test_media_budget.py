@@ -40,6 +40,7 @@ if (folder := str(Path(__file__).parents[2] / "tools")) not in sys.path:
 
 from fuzz_media import FORMATS
 
+from tests.hang_guard import HANG_SECONDS, until
 from tests.slow_media import video_of_many_samples
 
 LIMITS = MediaLimits()
@@ -47,10 +48,7 @@ LIMITS = MediaLimits()
 
 def waits(limits: MediaBudget, count: int = 1) -> None:
     """Return once so many requests wait for memory."""
-    end = time.monotonic() + 30
-    while limits.waiting < count:
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    until(lambda: limits.waiting >= count, f"the wait of {count}")
 
 
 @contextmanager
@@ -75,7 +73,7 @@ class TestBudget:
             waits(limits)
             assert limits.used_bytes == 90
             first.close()
-            waiting.result(30)
+            waiting.result(HANG_SECONDS)
         assert limits.used_bytes == 50
 
     def test_a_request_that_holds_little_does_not_keep_a_large_one_waiting(self) -> None:
@@ -83,7 +81,7 @@ class TestBudget:
         limits = MediaBudget(100)
         small, large = MediaHold(limits, None), MediaHold(limits, None)
         small.reserve(1)
-        cancellation = Cancellation(time.monotonic() + 5)
+        cancellation = Cancellation(time.monotonic() + HANG_SECONDS)
         with cancellation_scope(cancellation):
             large.reserve(50)
         assert limits.used_bytes == 51
@@ -114,7 +112,7 @@ class TestBudget:
         with started(first.reserve, 25) as waiting:
             waits(limits)
             second.settle(10)
-            waiting.result(30)
+            waiting.result(HANG_SECONDS)
         assert limits.used_bytes == 60
 
     def test_an_owner_with_a_quarter_starts_no_more_and_others_do(self) -> None:
@@ -127,7 +125,7 @@ class TestBudget:
             other.reserve(40)
             assert not waiting.done()
             running.close()
-            waiting.result(30)
+            waiting.result(HANG_SECONDS)
         assert limits.used_bytes == 45
 
     def test_waiting_ends_with_the_request(self) -> None:
@@ -145,7 +143,7 @@ class TestBudget:
             waits(limits)
             cancellation.cancel()
             with pytest.raises(CancelledRequestError):
-                waiting.result(30)
+                waiting.result(HANG_SECONDS)
         with pytest.raises(DeadlineExceededError):
             prepare(Cancellation(time.monotonic() + 0.05))
         assert limits.used_bytes == 90
@@ -182,7 +180,7 @@ class TestBudget:
 
         with ThreadPoolExecutor(24) as threads:
             jobs = [threads.submit(request, seed) for seed in range(600)]
-            assert not wait(jobs, timeout=60).not_done
+            assert not wait(jobs, timeout=HANG_SECONDS).not_done
             for job in jobs:
                 job.result()
         assert 0 < highest <= 1000
@@ -230,7 +228,7 @@ class TestDecoding:
                 assert decode_image(png(20, 20), LIMITS).size == (20, 20)
                 assert not large.done()
                 running.close()
-                assert large.result(30).size == (3000, 3000)  # type: ignore[attr-defined]
+                assert large.result(HANG_SECONDS).size == (3000, 3000)  # type: ignore[attr-defined]
 
     def test_what_needs_more_than_a_request_may_hold_is_refused_from_its_header(self) -> None:
         with media_budget(64 * MIB) as limits:
@@ -323,7 +321,7 @@ def test_freed_memory_goes_back_to_the_system_soon(monkeypatch: pytest.MonkeyPat
     large.reserve(100 * MIB)
     large.close()
     assert budget._trimming or sys.platform != "linux"
-    assert trimmed.wait(30) or sys.platform != "linux"
+    assert trimmed.wait(HANG_SECONDS) or sys.platform != "linux"
 
 
 def test_an_error_does_not_keep_what_was_decoded_before_it() -> None:

@@ -33,6 +33,7 @@ from omnistage.pipeline import build
 from omnistage.placement import devices, measure
 from omnistage.placement.memory_plan import CUDA_CONTEXT, MemoryPlan, PlannedStage, _Planner
 from omnistage.placement.needs import AutoregressiveNeeds, StageNeeds, weights_on_disk
+from tests.hang_guard import HANG_SECONDS
 
 MIB = 2**20
 
@@ -331,7 +332,7 @@ def test_progress_follows_what_the_device_holds(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(measure, "_LOOK_SECONDS", 0.001)
     planned = PlannedStage("thinker", "cuda", "bfloat16", StageMemory(4 * GIB), False, None, None, {})
     with measure.LoadingProgress(planned, report):
-        assert reported.wait(60)
+        assert reported.wait(HANG_SECONDS)
     assert seen[:2] == [0.25 * measure.WEIGHTS_SHARE, measure.WEIGHTS_SHARE]
 
 

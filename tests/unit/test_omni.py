@@ -33,6 +33,7 @@ from omnistage.pipeline.intake import RequestOptions
 from omnistage.pipeline.output_assembler import Sink
 from omnistage.pipeline.outputs import OutputChunk
 from omnistage.pipeline.request import RequestPlan, RequestRun
+from tests.hang_guard import HANG_SECONDS
 from tests.unit.fakes import AUDIO, FakeProcessor, FakeStage, linear, make_graph, stream_into
 
 pytestmark = pytest.mark.timeout(300)
@@ -68,7 +69,8 @@ def held(rig: Rig) -> tuple[threading.Event, threading.Event]:
 
     def hold() -> None:
         entered.set()
-        release.wait(30)
+        if not release.wait(HANG_SECONDS):
+            raise TimeoutError
 
     rig.stages["thinker"].before_step = hold
     return entered, release
@@ -337,7 +339,7 @@ def test_cancelling_the_scope_of_a_stream_aborts_it(rig: Rig) -> None:
     entered, release = held(rig)
 
     def cancel() -> None:
-        assert entered.wait(30)
+        assert entered.wait(HANG_SECONDS)
         cancellation.cancel()
 
     thread = threading.Thread(target=cancel)
@@ -425,7 +427,8 @@ def test_constraints_that_take_long_to_compile_do_not_keep_other_prompts_waiting
     def check(params: object) -> None:
         if isinstance(params, SamplingParams) and params.structured is not None:
             entered.set()
-            release.wait(30)
+            if not release.wait(HANG_SECONDS):
+                raise TimeoutError
 
     rig.stages["thinker"].__dict__["check_params"] = check
     constrained = SamplingParams(structured=StructuredOutput(regex="a"))
@@ -433,9 +436,9 @@ def test_constraints_that_take_long_to_compile_do_not_keep_other_prompts_waiting
     async def go(omni: AsyncOmni) -> None:
         many = (os.cpu_count() or 1) + 8
         tasks = [asyncio.create_task(collect(omni.generate(text, constrained))) for text in ("w", "w" * 20_000) * many]
-        await asyncio.to_thread(entered.wait, 30)
+        await asyncio.to_thread(entered.wait, HANG_SECONDS)
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(HANG_SECONDS):
                 for text in ("w", "w" * 20_000):
                     assert (await collect(omni.generate(text)))[-1].final is not None
             assert not any(task.done() for task in tasks)
@@ -451,7 +454,7 @@ def test_cancelling_the_task_aborts_the_request(rig: Rig) -> None:
 
     async def go(omni: AsyncOmni) -> None:
         task = asyncio.create_task(collect(omni.generate("w " * 500)))
-        await asyncio.to_thread(entered.wait, 30)
+        await asyncio.to_thread(entered.wait, HANG_SECONDS)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -472,17 +475,17 @@ def test_a_task_that_is_cancelled_while_its_request_is_admitted_aborts_it(rig: R
         def start_slowly(plan: RequestPlan, sink: Sink) -> RequestRun:
             run = start(plan, sink)
             admitted.set()
-            assert left.wait(30)
+            assert left.wait(HANG_SECONDS)
             return run
 
         orchestrator.start = start_slowly  # type: ignore[method-assign]
         task = asyncio.create_task(omni.start("w " * 500))
-        await asyncio.to_thread(admitted.wait, 30)
+        await asyncio.to_thread(admitted.wait, HANG_SECONDS)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         left.set()
-        assert await asyncio.to_thread(orchestrator.wait_for_room, 30, orchestrator.max_inflight)
+        assert await asyncio.to_thread(orchestrator.wait_for_room, HANG_SECONDS, orchestrator.max_inflight)
         release.set()
         assert omni.stats().finished[FinishReason.ABORT] == 1
 
@@ -504,7 +507,7 @@ def test_an_abort_by_id_ends_the_stream(rig: Rig) -> None:
 
     async def go(omni: AsyncOmni) -> None:
         task = asyncio.create_task(collect(omni.generate("w " * 500, request_id="x")))
-        await asyncio.to_thread(entered.wait, 30)
+        await asyncio.to_thread(entered.wait, HANG_SECONDS)
         assert omni.abort("x")
         items = await task
         assert items[-1].final is not None
@@ -522,7 +525,7 @@ def test_refusals_raise_at_the_first_item_and_before_any_preparation() -> None:
         with pytest.raises(UnsupportedModalityError):
             await anext(omni.generate("w", modalities=["video"]))
         first = await omni.start("w", request_id="x")
-        await asyncio.to_thread(entered.wait, 30)
+        await asyncio.to_thread(entered.wait, HANG_SECONDS)
         prepared = len(rig.processor.threads)
         with pytest.raises(QueueFullError):
             await omni.start("w", None, RequestOptions(modalities=["text"]))
@@ -576,7 +579,7 @@ def test_a_loop_that_is_gone_does_not_hurt_the_stages(rig: Rig) -> None:
 
     async def leave() -> None:
         await omni.start("w w")
-        await asyncio.to_thread(entered.wait, 30)
+        await asyncio.to_thread(entered.wait, HANG_SECONDS)
 
     asyncio.run(leave())
     release.set()
@@ -594,5 +597,5 @@ def test_a_door_that_is_dropped_without_being_closed_stops_its_stages() -> None:
     del omni
     gc.collect()
     for thread in started:
-        thread.join(30)
+        thread.join(HANG_SECONDS)
         assert not thread.is_alive()

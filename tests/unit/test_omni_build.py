@@ -24,6 +24,7 @@ from omnistage.pipeline import build
 from omnistage.pipeline.phases import PhaseTimes
 from omnistage.placement import devices
 from omnistage.placement.memory_plan import MemoryPlan, PlannedDevice, PlannedStage
+from tests.hang_guard import HANG_SECONDS
 from tests.unit.fakes import FakeProcessor, FakeStage, stream_into
 
 PIPELINE = """
@@ -265,7 +266,7 @@ def test_what_compiles_is_imported_while_the_weights_of_a_large_network_are_read
     weights_read = threading.Event()
 
     def import_compiler() -> None:
-        assert weights_read.wait(60)
+        assert weights_read.wait(HANG_SECONDS)
         events.append("compiler imported")
 
     def prepare_compiler() -> threading.Thread:

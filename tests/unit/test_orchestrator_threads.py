@@ -14,6 +14,7 @@ from omnistage.core.types import AudioChunk, FinishReason, TokenLogprob, TokenLo
 from omnistage.pipeline.loop_threads import LoopThread
 from omnistage.pipeline.output_assembler import OutputBuffer
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
+from tests.hang_guard import HANG_SECONDS
 from tests.unit.fakes import AUDIO, TEXT, Pipeline, Recorder, make_graph
 
 pytestmark = pytest.mark.timeout(300)
@@ -28,7 +29,7 @@ class Gate:
 
     def __call__(self) -> None:
         self.entered.set()
-        if not self.open.wait(30):
+        if not self.open.wait(HANG_SECONDS):
             raise TimeoutError
 
 
@@ -49,7 +50,7 @@ def test_many_requests_from_many_threads_end_exactly_once() -> None:
     for thread in clients:
         thread.start()
     for thread in clients:
-        thread.join(30)
+        thread.join(HANG_SECONDS)
     for sink in sinks:
         final = sink.wait()
         assert final.finish_reason in (FinishReason.STOP, FinishReason.ABORT)
@@ -79,8 +80,8 @@ def test_the_downstream_runs_while_the_upstream_is_in_a_step() -> None:
             heard.set()
 
     pipeline.orchestrator.submit(pipeline.request(tokens=3), listen)
-    assert gate.entered.wait(30)
-    assert heard.wait(30)  # sound of the first token, while the thinker is held in its second step
+    assert gate.entered.wait(HANG_SECONDS)
+    assert heard.wait(HANG_SECONDS)  # sound of the first token, while the thinker is held in its second step
     gate.open.set()
     assert sink.wait().finish_reason is FinishReason.STOP
     pipeline.orchestrator.shutdown()
@@ -91,7 +92,7 @@ def test_an_abort_does_not_wait_for_a_step_and_the_stage_forgets_after_it() -> N
     gate = Gate()
     pipeline.stages["thinker"].before_step = gate
     sink = pipeline.submit(tokens=100)
-    assert gate.entered.wait(30)
+    assert gate.entered.wait(HANG_SECONDS)
     assert pipeline.orchestrator.abort("r")
     assert sink.final.finish_reason is FinishReason.ABORT  # although the step still runs
     gate.open.set()
@@ -116,14 +117,14 @@ def test_shutdown_drains_what_is_in_flight() -> None:
     gate = Gate()
     pipeline.stages["thinker"].before_step = gate
     sink = pipeline.submit()
-    assert gate.entered.wait(30)
+    assert gate.entered.wait(HANG_SECONDS)
     closing = threading.Thread(target=pipeline.orchestrator.shutdown)
     closing.start()
     until_refused = iter(lambda: pipeline.orchestrator.check_room("late"), "never")
     with pytest.raises(ShutdownError):
         deque(until_refused, maxlen=0)
     gate.open.set()
-    closing.join(30)
+    closing.join(HANG_SECONDS)
     assert not closing.is_alive()
     assert sink.final.finish_reason is FinishReason.STOP
     assert [stage.closed for stage in pipeline.stages.values()] == [1, 1, 1]
@@ -154,7 +155,7 @@ def test_shutdown_gives_up_draining_and_does_not_close_a_stuck_stage() -> None:
     gate = Gate()
     pipeline.stages["thinker"].before_step = gate
     sink = pipeline.submit()
-    assert gate.entered.wait(30)
+    assert gate.entered.wait(HANG_SECONDS)
     pipeline.orchestrator.shutdown(timeout=0.01)
     assert sink.final.finish_reason is FinishReason.ABORT
     assert [stage.closed for stage in pipeline.stages.values()] == [0, 1, 1]
@@ -166,7 +167,7 @@ def test_check_idle_says_that_a_loop_is_busy() -> None:
     gate = Gate()
     pipeline.stages["thinker"].before_step = gate
     sink = pipeline.submit()
-    assert gate.entered.wait(30)
+    assert gate.entered.wait(HANG_SECONDS)
     with pytest.raises(InternalError, match="loop of thinker not at rest"):
         pipeline.orchestrator.check_idle(timeout=0.01)
     gate.open.set()
@@ -229,7 +230,7 @@ def test_waiting_for_an_item_ends_with_one_or_with_time() -> None:
     buffer = OutputBuffer(8)
     assert buffer.get(timeout=0) is None
     threading.Thread(target=buffer.put, args=(text(1),)).start()
-    item = buffer.get(timeout=30)
+    item = buffer.get(timeout=HANG_SECONDS)
     assert item is not None
     assert item.token_ids == (1,)
 

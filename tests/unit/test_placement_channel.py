@@ -57,6 +57,7 @@ from omnistage.placement.channel import INLINE_BYTES, Channel
 from omnistage.placement.device_memory import DeviceMemory, Regions
 from omnistage.placement.encoding import Buffers, decode, encode, to_json
 from omnistage.placement.messages import Chunks, Feed, Message
+from tests.hang_guard import HANG_SECONDS
 
 TENSOR = torch.arange(6, dtype=torch.float32).reshape(2, 3)
 ARRAY = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
@@ -215,7 +216,7 @@ class End:
 
     def wait(self, count: int) -> list[Message]:
         with self.changed:
-            assert self.changed.wait_for(lambda: len(self.messages) >= count, 30)
+            assert self.changed.wait_for(lambda: len(self.messages) >= count, HANG_SECONDS)
             return self.messages
 
 
@@ -230,8 +231,8 @@ def ends(request: pytest.FixtureRequest) -> Iterator[tuple[End, End]]:
     left, right = map(End, pair)
     yield left, right
     left.channel.close()
-    assert right.closed.wait(30)
-    assert left.closed.wait(30)
+    assert right.closed.wait(HANG_SECONDS)
+    assert left.closed.wait(HANG_SECONDS)
 
 
 def feed(number: int, rows: torch.Tensor) -> Feed:
@@ -273,7 +274,7 @@ def test_files_of_messages_that_are_lost_are_closed() -> None:
         left.channel.send(feed(number, torch.zeros(100_000)))
     pair[1].close()
     left.channel.close()
-    assert left.closed.wait(30)
+    assert left.closed.wait(HANG_SECONDS)
     left.channel.send(feed(51, torch.zeros(100_000)))
     del left
     _eventually(lambda: files() <= before)
@@ -286,8 +287,8 @@ def test_a_frame_that_cannot_be_sent_closes_the_channel(ends: tuple[End, End], m
     left, right = ends
     monkeypatch.setattr(channel_module._Frame, "send", fail)
     left.channel.send(feed(1, torch.zeros(1)))
-    assert left.closed.wait(30)
-    assert right.closed.wait(30)
+    assert left.closed.wait(HANG_SECONDS)
+    assert right.closed.wait(HANG_SECONDS)
 
 
 def test_without_a_thread_to_send_with_the_channel_is_closed(
@@ -301,7 +302,7 @@ def test_without_a_thread_to_send_with_the_channel_is_closed(
         patch.setattr(threading.Thread, "start", fail)
         for number in range(300):
             left.channel.send(feed(number, torch.zeros(8_000)))
-    assert left.closed.wait(30)
+    assert left.closed.wait(HANG_SECONDS)
 
 
 def test_a_channel_that_is_cut_in_a_frame_gives_nothing_of_it_and_closes() -> None:
@@ -313,7 +314,7 @@ def test_a_channel_that_is_cut_in_a_frame_gives_nothing_of_it_and_closes() -> No
     cut[1].sendall(frame + frame[:-1])
     assert len(sink.wait(1)) == 1
     cut[1].close()
-    assert sink.closed.wait(30)
+    assert sink.closed.wait(HANG_SECONDS)
     assert len(sink.messages) == 1
 
 
@@ -325,7 +326,7 @@ def test_received_tensors_own_their_memory(ends: tuple[End, End]) -> None:
     hidden = message.chunks[0].payload.hidden  # type: ignore[union-attr]
     right.messages.clear()
     left.channel.close()
-    assert right.closed.wait(30)
+    assert right.closed.wait(HANG_SECONDS)
     hidden += 1  # written to, as any tensor
     assert hidden.sum() == 200_000
 

@@ -17,6 +17,7 @@ from omnistage.models import prompts as prompts_module
 from omnistage.models.causal_lm import tiny
 from omnistage.models.causal_lm.processor import CausalLMProcessor, load_tokenizer
 from omnistage.models.prompts import PromptTokenizer
+from tests.hang_guard import HANG_SECONDS
 
 SPECIAL = tiny.special_ids()
 OPEN, CLOSE = "\ue0f0", "\ue0f1"
@@ -136,22 +137,23 @@ def test_a_cancelled_request_is_tokenised_no_further(prompts: Counted) -> None:
 
 
 def test_one_request_does_not_wait_for_the_tokenising_of_another(folder: Path) -> None:
-    blocked, go = threading.Event(), threading.Event()
+    blocked, go, released = threading.Event(), threading.Event(), list[bool]()
 
     class Slow(PromptTokenizer):
         def _encode(self, texts: list[str]) -> list[Encoding]:
             if texts == ["slow"]:
                 blocked.set()
-                go.wait(30)
+                released.append(go.wait(HANG_SECONDS))
             return super()._encode(texts)
 
     prompts = Slow(load_tokenizer(folder))
     thread = threading.Thread(target=prompts.encode, args=("slow",))
     thread.start()
-    assert blocked.wait(30)
+    assert blocked.wait(HANG_SECONDS)
     assert prompts.encode("quick") == prompts.encode_plain("quick")
     go.set()
     thread.join()
+    assert released == [True]
 
 
 def test_threads_at_once_get_what_one_alone_gets(folder: Path) -> None:

@@ -30,6 +30,7 @@ from omnistage.core.messages import AudioPart, ChatMessage, ImagePart, Part, Tex
 from omnistage.core.types import ARInput, Modality, OmniTokensPrompt
 from omnistage.models.qwen2_5_omni import tiny
 from omnistage.models.qwen2_5_omni.processor import Qwen25OmniProcessor
+from tests.hang_guard import HANG_SECONDS
 
 VOCAB = 1296
 IDS = tiny.special_ids(VOCAB)
@@ -366,7 +367,7 @@ def test_a_request_that_waits_for_the_processor_ends_when_it_is_cancelled(proces
         assert not waiting.done()
         cancellation.cancel()
         with pytest.raises(CancelledRequestError):
-            waiting.result(60)
+            waiting.result(HANG_SECONDS)
     ask(processor, picture())  # the lock was left as it was
 
 
@@ -401,7 +402,7 @@ def test_threads_do_not_disturb_each_other(processor: Qwen25OmniProcessor) -> No
     barrier = threading.Barrier(len(chats))
 
     def work(index: int) -> list[ARInput]:
-        barrier.wait(60)
+        barrier.wait(HANG_SECONDS)
         return [ask(processor, *chats[index]) for _ in range(3)]
 
     with ThreadPoolExecutor(len(chats)) as pool:

@@ -17,6 +17,7 @@ from omnistage.core.types import Modality, RequestInfo
 from omnistage.pipeline import stream
 from omnistage.pipeline.event_loop import LoopCalls
 from omnistage.pipeline.outputs import OmniRequestOutput, OutputChunk
+from tests.hang_guard import HANG_SECONDS
 
 
 class Loop:
@@ -94,7 +95,7 @@ def test_the_end_of_a_request_wakes_its_reader_without_a_pause() -> None:
         ended = stream.OutputStream(Door(), "a", 4)  # type: ignore[arg-type]
         stream._readers[asyncio.get_running_loop()]._not_before = math.inf
         ended.begin(SimpleNamespace())  # type: ignore[arg-type]
-        assert [item.final is not None for item in await asyncio.wait_for(ended.take(), 30)] == [True]
+        assert [item.final is not None for item in await asyncio.wait_for(ended.take(), HANG_SECONDS)] == [True]
 
     asyncio.run(run())
 
@@ -109,7 +110,7 @@ def test_no_wake_is_lost_between_threads() -> None:
         ]
         for thread in threads:
             thread.start()
-        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in events)), timeout=30)
+        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in events)), timeout=HANG_SECONDS)
         for thread in threads:
             thread.join()
 

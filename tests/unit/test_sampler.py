@@ -29,14 +29,16 @@ from omnistage.core.errors import InternalError, InvalidRequestError, StageError
 from omnistage.core.params import SamplingParams, StructuredOutput
 from omnistage.engines.ar.sampling.batch import BatchPlan
 from omnistage.engines.ar.sampling.device_selection import DeviceSelector
-from omnistage.engines.ar.sampling.processors import _RESIDUAL, _Places, mix, uniform, uniforms
+from omnistage.engines.ar.sampling.processors import _Places, mix, uniform, uniforms
 from omnistage.engines.ar.sampling.sampler import Sampled, Sampler
 from omnistage.engines.ar.sampling.selection import (
+    FAILED,
     MAX_FAST_TOP_K,
     UNCOVERED,
     TokenSelector,
     counts_to_look_at,
     is_filtered,
+    top_rows,
 )
 
 CPU = torch.device("cpu")
@@ -94,7 +96,8 @@ def test_residual_codes_have_numbers_of_their_own_request_and_step() -> None:
     sampler.sample(torch.zeros(2, 8), ["cool", "warm"])
     later = sampler.residual_numbers(["cool"], 3, None)
     assert len(np.unique(np.concatenate((together[1:, 1], later[1:, 0])))) == 6
-    assert later[1:, 0].tolist() == [uniform(mix(1) ^ _RESIDUAL, 3 + code) for code in range(3)]
+    # The number is a part of what a seed means, and stays the same from one release to the next.
+    assert later[1:, 0].tolist() == [uniform(mix(1) ^ 0xD1B54A32D192ED03, 3 + code) for code in range(3)]
 
 
 def test_random_numbers_are_those_of_splitmix64() -> None:
@@ -130,9 +133,11 @@ def test_greedy_breaks_ties_as_torch_does(dtype: torch.dtype) -> None:
     assert [s.token_id for s in sampler.sample(logits, keys)] == logits.argmax(-1).tolist()
 
 
-def test_a_vanishing_temperature_is_greedy_and_finite() -> None:
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-40, 1e-300])  # of the last two logits or itself overflow
+@pytest.mark.parametrize("shape", [{}, {"top_k": 3}, {"top_p": 0.5}])
+def test_a_vanishing_temperature_is_greedy_and_finite(temperature: float, shape: dict[str, object]) -> None:
     logits = torch.randn(64) * 30
-    assert one(logits, params(temperature=1e-30, seed=1)) == int(logits.argmax())
+    assert one(logits, params(temperature=temperature, seed=1, **shape)) == int(logits.argmax())
 
 
 def test_logits_are_left_unchanged() -> None:
@@ -429,6 +434,38 @@ def test_tokens_that_tie_only_once_scaled_are_all_kept(monkeypatch: pytest.Monke
     logits[[7, 5, 2]] = torch.tensor([2.0, float(second), float(third)])
     fix_random_number(monkeypatch, 0.0)
     assert one(logits, params(top_k=2, temperature=float(temperature))) == 2
+
+
+def test_logits_that_differ_least_are_ranked() -> None:
+    """The smaller the numbers, the smaller the differences that float32 knows."""
+    x = torch.tensor([[1e-10, 2e-10, -1e-10, 0.0, -3e-10, -2e-10]])
+    values, ids = top_rows(x, 6)
+    assert ids.tolist() == [[1, 0, 3, 2, 5, 4]]
+    assert torch.equal(values, x[:, ids[0]])
+    for index, token in enumerate((1, 0, 3, 2, 5, 4)):
+        assert TokenSelector([params(top_k=1)], 6).select(x, [0.0]) == [token], index
+        x[0, token] = -1.0
+
+
+@pytest.mark.parametrize("shape", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_a_batch_of_nothing_but_rows_with_nothing_left_fails(shape: dict[str, object]) -> None:
+    nothing = torch.full((2, 6000), -torch.inf)
+    assert TokenSelector([params(**shape)] * 2, 6000).select(nothing, [0.5, 0.5]) == [FAILED, FAILED]
+
+
+def test_a_selector_looks_at_few_tokens_unless_it_is_told_to_try_again() -> None:
+    x = torch.full((1, 20_000), -50.0)
+    x[0, :1000] = torch.arange(1000.0) * -1e-3  # 500 of them or so make half of the mass
+    half = [params(top_p=0.5)]
+    assert TokenSelector(half, 20_000).select(x, [0.999]) == [UNCOVERED]
+    assert 300 < TokenSelector(half, 20_000, 1).select(x, [0.999])[0] < 500
+
+
+def test_the_largest_random_number_picks_the_last_token() -> None:
+    """The mass of a row may be large: a number below 1 still points below it."""
+    u = math.nextafter(1.0, 0.0)
+    for vocab_size in (3, 1000, 150_000):
+        assert TokenSelector([params()], vocab_size).select(torch.zeros(1, vocab_size), [u]) == [vocab_size - 1]
 
 
 def test_few_candidates_settle_a_peaked_row() -> None:

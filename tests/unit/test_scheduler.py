@@ -866,6 +866,19 @@ def test_others_do_not_take_a_step_from_one_whose_range_does_not_fit_beside_them
     assert [(item.key, item.count) for item in sim.step().batch] == [("picture", 6)]
 
 
+def test_a_prefix_that_is_looked_up_in_vain_is_released() -> None:
+    """Its range does not fit beside the others: the blocks of its prefix may be used for something else until then."""
+    sim = Simulator(blocks=20, size=4, budget=6)
+    sim.add("first", [0] * 5)
+    sim.drain()
+    sim.add("short", [1] * 3, limit=4)
+    sim.step()
+    sim.add("picture", [0] * 4 + [1] * 6, both_ways=((4, 10),))
+    while "short" in sim.live:
+        assert {item.key for item in sim.step().batch} == {"short"}
+    assert [(item.key, item.start, item.count) for item in sim.step().batch] == [("picture", 4, 6)]
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests come, stream, are aborted and finish in any order, over pools too small for all of them."""
 

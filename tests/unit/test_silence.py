@@ -19,6 +19,7 @@ from omnistage.placement import channel, silence, worker_process
 from omnistage.placement.messages import Beat, Chunks, Message
 from omnistage.placement.silence import BUSY_FACTOR, LOOK_SECONDS, Silence, ThreadTimes, rests, thread_times, turns_of
 from omnistage.placement.worker_process import Worker
+from tests.hang_guard import HANG_SECONDS
 from tests.unit.placement_harness import eventually
 from tests.unit.test_hostile_frames import frame_of
 
@@ -244,7 +245,7 @@ def test_signs_that_wait_to_be_read_are_signs_but_not_for_ever(monkeypatch: pyte
     with link.there:
         try:
             link.there.sendall(frame_of(Beat()))
-            assert taken.wait(60)  # it is being received, by a thread that goes on
+            assert taken.wait(HANG_SECONDS)  # it is being received, by a thread that goes on
             link.there.sendall(frame_of(Beat()))
             assert not any(link.hangs_after(LOOK_SECONDS) for _ in range(30))
             assert link.worker._silence._seconds < LIMIT / 2

@@ -18,6 +18,7 @@ from omnistage.core.stage import StageStats
 from omnistage.core.types import AudioChunk, FinishReason, StageChunk, TokenChunk
 from omnistage.pipeline.deadlines import DeadlineTimer
 from omnistage.pipeline.outputs import OutputChunk
+from tests.hang_guard import HANG_SECONDS
 from tests.unit.fakes import AUDIO, TEXT, FakeClock, FakeStage, Pipeline
 from tests.unit.faults import SECRET, Hang, PanicException, elsewhere, ended, raising
 
@@ -271,15 +272,15 @@ def test_requests_in_a_call_that_hangs_end_at_their_deadline_and_others_go_on(ca
             patch.setattr(pipeline.stages["talker"], "has_work", lambda: False)
         if call == "wait_limit":  # it is asked when the stage rests after a request
             pipeline.submit("before").wait()
-            assert hang.entered.wait(30)
+            assert hang.entered.wait(HANG_SECONDS)
         spoken = pipeline.submit("spoken")
         if call == "abort":
             until_called(pipeline, "talker", "submit")
         else:
-            assert hang.entered.wait(30)
+            assert hang.entered.wait(HANG_SECONDS)
         let_deadline_pass(pipeline, "spoken")
         assert spoken.wait().finish_reason is FinishReason.DEADLINE
-        assert hang.entered.wait(30)
+        assert hang.entered.wait(HANG_SECONDS)
         assert pipeline.submit("text", modalities=(TEXT,)).wait().finish_reason is FinishReason.STOP
         hang.go.set()
         pipeline.orchestrator.shutdown(drain=False)
@@ -290,7 +291,7 @@ def test_a_shutdown_does_not_wait_for_a_step_that_hangs() -> None:
     hang = Hang()
     pipeline.stages["talker"].before_step = hang
     spoken = pipeline.submit("spoken")
-    assert hang.entered.wait(30)
+    assert hang.entered.wait(HANG_SECONDS)
     pipeline.orchestrator.shutdown(drain=False, timeout=0.1)
     assert ended(spoken) is FinishReason.ABORT
     assert {name: stage.closed for name, stage in pipeline.stages.items()} == {"thinker": 1, "talker": 0, "vocoder": 1}
@@ -309,7 +310,7 @@ def test_a_sink_that_hangs_holds_up_neither_deadlines_nor_aborts() -> None:
 
     request = pipeline.request("stuck", modalities=(AUDIO,))
     pipeline.orchestrator.submit(request, sink)
-    assert hang.entered.wait(30)
+    assert hang.entered.wait(HANG_SECONDS)
     let_deadline_pass(pipeline, "stuck")
     # The vocoder's thread is in that sink; requests for text alone run, and deadlines count.
     other = pipeline.submit("other", tokens=10**6, modalities=(TEXT,))
@@ -333,11 +334,11 @@ def test_counters_that_hang_hold_up_their_first_reader_alone() -> None:
     pipeline.stages["talker"].stats = stats  # type: ignore[method-assign]
     reader = threading.Thread(target=pipeline.orchestrator.stats)
     reader.start()
-    assert hang.entered.wait(30)
+    assert hang.entered.wait(HANG_SECONDS)
     assert pipeline.orchestrator.stats().stages["talker"] == StageStats()
     assert pipeline.submit().wait().finish_reason is FinishReason.STOP
     hang.go.set()
-    reader.join(30)
+    reader.join(HANG_SECONDS)
     pipeline.orchestrator.shutdown()
 
 
@@ -347,7 +348,7 @@ def test_a_shutdown_does_not_wait_for_a_stage_that_does_not_close(monkeypatch: p
     hang = Hang()
     pipeline.stages["talker"].close = hang  # type: ignore[method-assign]
     pipeline.orchestrator.shutdown(timeout=0.1)
-    assert hang.entered.wait(30)
+    assert hang.entered.wait(HANG_SECONDS)
     hang.go.set()
 
 

@@ -16,6 +16,7 @@ from omnistage.core.types import FinishReason
 from omnistage.pipeline import supervision
 from omnistage.pipeline.health import StageState
 from omnistage.pipeline.loop import MAX_FAILED_STEPS
+from tests.hang_guard import HANG_SECONDS
 from tests.unit.fakes import TEXT, FakeStage, Pipeline, Recorder
 from tests.unit.faults import SECRET, Hang, PanicException, elsewhere, ended, raising
 
@@ -252,7 +253,7 @@ def test_a_stage_whose_thread_machinery_breaks_is_failed_for_good(monkeypatch: p
     monkeypatch.setattr(loop, "run_pending", raising(PanicException))
     sink = pipeline.submit()
     assert isinstance(sink.wait().error, StageUnavailableError)
-    assert loop.join(30)
+    assert loop.join(HANG_SECONDS)
     assert state(pipeline) is StageState.FAILED
     assert pipeline.submit("text", modalities=(TEXT,)).wait().finish_reason is FinishReason.STOP
     pipeline.orchestrator.shutdown()
@@ -281,7 +282,7 @@ def test_a_step_that_takes_too_long_is_reported_once_with_its_stack(
 
     pipeline.stages["talker"].before_step = step_in_another_thread
     spoken = pipeline.submit("spoken")
-    assert hang.entered.wait(30)
+    assert hang.entered.wait(HANG_SECONDS)
     begin_earlier(pipeline, "talker")
     pause = threading.Event()
     while pipeline.orchestrator.health()["talker"].overdue is None:
@@ -293,7 +294,7 @@ def test_a_step_that_takes_too_long_is_reported_once_with_its_stack(
     assert len(reports) == 1
     assert "thread omnistage-talker:" in reports[0]
     assert "thread omnistage-talker-pipeline:" in reports[0]
-    assert "self.go.wait(30)" in reports[0]
+    assert "self.go.wait(" in reports[0]
     hang.go.set()
     assert spoken.wait().finish_reason is FinishReason.STOP
     while not pipeline.orchestrator.health()["talker"].available:
@@ -311,7 +312,7 @@ def test_a_step_that_is_not_expected_to_end_ends_the_requests_that_need_its_stag
     hang = Hang()
     pipeline.stages["talker"].before_step = hang
     spoken = pipeline.submit("spoken")
-    assert hang.entered.wait(30)
+    assert hang.entered.wait(HANG_SECONDS)
     begin_earlier(pipeline, "talker")
     error = spoken.wait().error
     assert isinstance(error, StageUnavailableError)

@@ -12,9 +12,9 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-__all__ = ["LAUNCH_ERRORS", "MANY_ROWS", "attend", "fits", "linear"]
+__all__ = ["FEW_ROWS", "LAUNCH_ERRORS", "attend", "fits", "linear"]
 
-_FEW_ROWS, MANY_ROWS = 16, 64
+FEW_ROWS, _MANY_ROWS = 16, 64
 """Rows of a program: the fewest that the tensor cores take, and more for large batches, which read weights as often."""
 
 _NARROW = 2048
@@ -46,10 +46,10 @@ def linear(
     columns = len(weight) // 2 if gated else len(weight)
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     exact = x.dtype == torch.float32
-    block_rows = _FEW_ROWS if rows <= _FEW_ROWS else MANY_ROWS
+    block_rows = FEW_ROWS if rows <= FEW_ROWS else _MANY_ROWS
     if has_small_shared_memory(x.device):
         config = _SMALL
-    elif rows > _FEW_ROWS:
+    elif rows > FEW_ROWS:
         config = _MANY
     else:
         config = NARROW if columns <= _NARROW else WIDE

@@ -288,8 +288,9 @@ class _Filters:
 
 
 def _target(u: float, mass: int) -> int:
-    """Where in a row of weights that sum to `mass` the random number points at."""
-    return min(int(u * mass), mass - 1)
+    """Where in a row of weights that sum to `mass` the random number points at. `u * mass` rounds to less than `mass`
+    for every `u` below 1, as `mass` is below 2^53."""
+    return int(u * mass)
 
 
 class _Weigher:
