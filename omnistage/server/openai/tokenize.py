@@ -84,12 +84,16 @@ async def tokenize(body: TokenizeRequest, request: Request) -> JSONResponse:
     ids = await prompt_tokens(service, holder, model, prompt, options)
     if isinstance(ids, int):
         raise InvalidRequestError("has media or embeddings, which are no tokens; send text", param="messages")
+    strings = None
+    if body.return_token_strs:
+        work = partial(_spellings, model, ids)
+        strings = await _prepared(service, holder, model, OmniTokensPrompt(ids), RequestOptions(), work)
     stage = model.stage_for_params(SamplingParams)
     tokens: Tokens = {
         "count": len(ids),
         "max_model_len": None if stage is None else model.omni.orchestrator.stages[stage].max_model_len,
         "tokens": list(ids),
-        "token_strs": _spellings(model, ids) if body.return_token_strs else None,
+        "token_strs": strings,
     }
     return JSONResponse(tokens)
 
