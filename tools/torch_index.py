@@ -9,6 +9,7 @@ where the index cannot be reached: pip then takes what its own indexes have.
 
 from __future__ import annotations
 
+import http.client
 import sys
 import urllib.error
 import urllib.request
@@ -25,7 +26,7 @@ def option(url: str, platform: str) -> str | None:
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT):
             return f"--extra-index-url {url}"
-    except (OSError, ValueError) as error:  # no network, no such host, no page, no URL
+    except (OSError, ValueError, http.client.HTTPException) as error:  # no network, host, page or URL, or no HTTP there
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         print(
             f"{url} cannot be reached ({reason}): torch comes from pip's own indexes. If that is a build for CUDA, set "

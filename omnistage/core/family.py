@@ -176,8 +176,11 @@ class TokenText(Protocol):
 
 
 @runtime_checkable
-class TokenSpelling(Protocol):
+class TokenVocabulary(Protocol):
     """An input processor that has its tokens' vocabulary. Thread-safe."""
+
+    def text_tokens(self, text: str) -> Sequence[int]:
+        """The ids of a bare prompt, also where the model does not hold so many; up to twice as many."""
 
     def spellings(self, token_ids: Sequence[int]) -> list[str]:
         """Each token as the vocabulary spells it, like `ĠHello`; the ids are of the vocabulary."""

@@ -329,6 +329,9 @@ class ChatProcessor:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._prompts.decode(token_ids)
 
+    def text_tokens(self, text: str) -> Sequence[int]:
+        return self._prompts.text_input(text).token_ids
+
     def spellings(self, token_ids: Sequence[int]) -> list[str]:
         return self._prompts.spellings(token_ids)
 

@@ -7,6 +7,7 @@ interpreter. It starts no thread, since a fork has one alone, and uses no GPU, w
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import logging
@@ -27,6 +28,8 @@ _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _NOT_IMPORTED = ("torch._inductor",)
 """Starts processes and threads as it is imported."""
 _UNSAFE_CODE = 3
+_PR_SET_PDEATHSIG = 1
+"""Of Linux's `prctl`."""
 
 
 def preload(modules: Sequence[str]) -> None:
@@ -42,8 +45,10 @@ def preload(modules: Sequence[str]) -> None:
 
 def prepare(work: Callable[[], None]) -> None:
     """Do it here if it leaves nothing behind that forks do not have, which a first fork finds out."""
+    parent = os.getpid()
     if (child := os.fork()) == 0:
         try:
+            _end_with(parent)
             work()
             os._exit(0 if is_safe() else _UNSAFE_CODE)
         finally:
@@ -53,6 +58,13 @@ def prepare(work: Callable[[], None]) -> None:
         work()
     else:
         _log.info("forks prepare their stages themselves: that cannot be done for them")
+
+
+def _end_with(parent: int) -> None:
+    """Have the system end this process with its parent: who ends that one does not know of this one."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before
+        os._exit(1)
 
 
 def is_safe() -> bool:

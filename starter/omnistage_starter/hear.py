@@ -138,6 +138,10 @@ class PromptBuilder:
         """The text of tokens, special ones included."""
         return self._processor.decode(token_ids)
 
+    def text_tokens(self, text: str) -> Sequence[int]:
+        self._check_characters(len(text))
+        return self._processor.text_tokens(text)
+
     def spellings(self, token_ids: Sequence[int]) -> list[str]:
         return self._processor.spellings(token_ids)
 

@@ -110,15 +110,20 @@ class StarterProcessor:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones included."""
-        if not isinstance(self._prompts, PromptBuilder):
-            raise UnsupportedModalityError("the language model's server has its tokenizer; ask that", param="model")
-        return self._prompts.decode(token_ids)
+        return self._vocabulary().decode(token_ids)
+
+    def text_tokens(self, text: str) -> Sequence[int]:
+        """The ids of a bare prompt, also where the model does not hold so many."""
+        return self._vocabulary().text_tokens(text)
 
     def spellings(self, token_ids: Sequence[int]) -> list[str]:
         """Each token as the vocabulary spells it."""
+        return self._vocabulary().spellings(token_ids)
+
+    def _vocabulary(self) -> PromptBuilder:
         if not isinstance(self._prompts, PromptBuilder):
             raise UnsupportedModalityError("the language model's server has its tokenizer; ask that", param="model")
-        return self._prompts.spellings(token_ids)
+        return self._prompts
 
     def _tokens(self, payload: ChatInput) -> OmniTokensPrompt | None:
         """None where the language model's server has the tokenizer."""

@@ -189,3 +189,17 @@ def test_a_deleted_conversation_does_not_come_back(page: Page) -> None:
     reload(page)
     expect(page.locator("#past-none")).to_be_visible()
     expect(page.locator(".message")).to_have_count(0)
+
+
+def test_all_is_deleted_also_what_this_page_cannot_read(page: Page) -> None:
+    """What a page of another release left."""
+    use(page, "lm", max_tokens=3)
+    ended(ask(page, "First of all"))
+    page.evaluate("localStorage.setItem('omnistage.unsaved.1', 'of another form')")
+    page.locator("#show-past").click()
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.locator("#delete-all").click()
+    expect(page.locator("#past-none")).to_be_visible()
+    reload(page)
+    expect(page.locator("#past-none")).to_be_visible()
+    assert page.evaluate("Object.keys(localStorage).filter((name) => name.includes('unsaved'))") == []

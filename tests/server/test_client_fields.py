@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import ssl
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -298,9 +300,34 @@ def test_a_prompt_keeps_its_last_tokens(server: Running) -> None:
         assert cut["usage"]["prompt_tokens"] == 2
     whole = post(server, "/v1/completions", {**asked, "prompt": text, "truncate_prompt_tokens": -1}).json()
     assert whole["usage"]["prompt_tokens"] == len(tokens)
+    asked |= {"max_tokens": 4, "echo": False}
+    limit = post(server, "/tokenize", {"prompt": text}).json()["max_model_len"]
+    for prompt in ("a " * (limit + 100), [*range(5, 15)] * limit):  # longer than the model holds
+        for count, kept in ((-1, limit - 4), (3, 3)):
+            body = {**asked, "prompt": prompt, "truncate_prompt_tokens": count}
+            usage = post(server, "/v1/completions", body).json()["usage"]
+            assert (usage["prompt_tokens"], usage["completion_tokens"]) == (kept, 4)
+    body = {**asked, "prompt": text, "truncate_prompt_tokens": -1, "max_tokens": limit}
+    error = post(server, "/v1/completions", body)
+    assert (error.status_code, error.json()["error"]["param"]) == (400, "max_tokens")
     for count in (0, -2, 10**7):
         error = post(server, "/v1/completions", {**asked, "prompt": text, "truncate_prompt_tokens": count})
         assert (error.status_code, error.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
+
+
+def test_the_spellings_of_a_long_text_do_not_hold_up_the_event_loop(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = type(server.service.model(None).omni.processor)
+    spellings, in_loop = processor.spellings, []
+
+    def noted(self: object, token_ids: Sequence[int]) -> list[str]:
+        in_loop.append(asyncio._get_running_loop() is not None)
+        return spellings(self, token_ids)
+
+    monkeypatch.setattr(processor, "spellings", noted)
+    post(server, "/tokenize", {"prompt": "one two", "return_token_strs": True})
+    assert in_loop == [False]
 
 
 # ---------------------------------------------------------------------------------------------------- responses

@@ -89,6 +89,9 @@ def prepare(arguments: str, stages: Sequence[str]) -> None:
     task = json.loads(arguments)
     if task.get("thread"):
         threading.Thread(target=threading.Event().wait, daemon=True).start()
+    if "waits" in task:
+        Path(task["waits"]).write_text(f"{os.getpid()} ")
+        threading.Event().wait()
     if task.get("fail"):
         raise RuntimeError("this cannot be prepared")
     prepared = task.get("note", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import json
@@ -362,6 +363,29 @@ def test_what_can_be_prepared_for_forks_is_and_the_rest_is_left_to_them(tmp_path
     assert process.wait(HANG_SECONDS) == 0
     assert (note.read_text() if note.exists() else None) == (None if fault else str(server.pid))
     server.close()
+
+
+def test_what_is_being_prepared_ends_with_the_fork_server(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    start = Start(json.dumps({"waits": str(note)}), ("talker",), None, None, 1.0, 30)
+    server = fork_server.ForkServer([], start, command=("tests.unit.placement_worker", str(tmp_path / "hold")))
+    eventually(lambda: note.exists() and note.read_text().endswith(" "))
+    pid = int(note.read_text())
+    try:
+        assert pid != server.pid
+        server.close()
+        eventually(lambda: not _runs(pid))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _runs(pid: int) -> bool:
+    """Whether it does, and has not just nobody to fetch its exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_a_process_that_hangs_while_it_starts_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -53,6 +54,20 @@ def indexes(tmp_path: Path) -> Iterator[str]:
 
 def test_an_index_that_answers_is_given_to_pip(indexes: str) -> None:
     assert option(f"{indexes}/pytorch", "linux") == f"--extra-index-url {indexes}/pytorch"
+
+
+def test_a_server_that_speaks_another_language_is_no_index(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"220 mail.example ESMTP\r\n")
+                connection.recv(4096)
+
+        threading.Thread(target=greet, daemon=True).start()
+        assert option(f"http://127.0.0.1:{server.getsockname()[1]}", "linux") is None
+    assert "cannot be reached" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", ["missing", ""])

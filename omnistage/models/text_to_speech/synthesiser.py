@@ -84,6 +84,8 @@ class Synthesiser(ModuleComponent):
         self._sample_rate = sample_rate
         self.memory_budget = _memory(device) // _MEMORY_SHARE
         self._speeches: dict[str, _Speech] = {}
+        self._next: str | None = None
+        """The request that waits for memory: none begins before it."""
         self._running: _Speech | None = None
         self._until = 0.0
         for part in (model, *parts):
@@ -128,9 +130,7 @@ class Synthesiser(ModuleComponent):
         name = job.info.request_id
         speech = self._speeches.get(name)
         if speech is None:
-            taken = sum(other.memory for other in self._speeches.values())
-            needed = self.memory_of(_num_tokens(job.payload))
-            if len(self._speeches) >= self.max_calls or (taken and taken + needed > self.memory_budget):
+            if len(self._speeches) >= self.max_calls or not self._has_memory(job):
                 return UNFINISHED
             speech = self._speeches[name] = self._begin(job)
         self._running, self._until = speech, time.monotonic() + _SLICE_SECONDS
@@ -150,6 +150,17 @@ class Synthesiser(ModuleComponent):
         if not finished:
             return Partial(AudioChunk(np.concatenate(samples), self._sample_rate)) if samples else UNFINISHED
         return AudioChunk(np.concatenate(samples), self._sample_rate)
+
+    def _has_memory(self, job: Job) -> bool:
+        """Whether a text fits beside those under way. The first that does not is the next to begin: while ever more
+        short texts came, a long one would wait for ever."""
+        name = job.info.request_id
+        if self._next not in (None, name):
+            return False
+        taken = sum(other.memory for other in self._speeches.values())
+        fits = not taken or taken + self.memory_of(_num_tokens(job.payload)) <= self.memory_budget
+        self._next = None if fits else name
+        return fits
 
     def _begin(self, job: Job) -> _Speech:
         payload = job.payload
@@ -172,6 +183,8 @@ class Synthesiser(ModuleComponent):
         return tensor.to(self.model.dtype) if tensor.is_floating_point() else tensor
 
     def forget(self, request_id: str) -> None:
+        if self._next == request_id:
+            self._next = None
         speech = self._speeches.pop(request_id, None)
         if speech is not None:
             speech.call.cancel()

@@ -33,7 +33,7 @@ from omnistage.server.openai.chat.response import tokens_by_id
 from omnistage.server.openai.request_models import SamplingFields, StreamOptions
 from omnistage.server.openai.response_models import Finish, TokenUsage, finish_of, usage_of
 from omnistage.server.openai.running import RunningUsage, text_stage, with_model_name
-from omnistage.server.openai.tokenize import decoded, prompt_tokens
+from omnistage.server.openai.tokenize import decoded, text_tokens
 from omnistage.server.service import ServedModel, Service
 
 router = api_router()
@@ -73,7 +73,9 @@ class CompletionRequest(SamplingFields):
     # Of a chat the template writes them, of a text the tokenizer
     add_special_tokens: Annotated[bool | None, only(True, why="is the model's own choice; leave it out")] = None
     truncate_prompt_tokens: int | None = Field(
-        default=None, ge=-1, description="Keep the last tokens of each prompt, this many; -1: what the model may read."
+        default=None,
+        ge=-1,
+        description="Keep the last tokens of each prompt, this many; -1: as many as fit beside max_tokens.",
     )
     prompt_embeds: Annotated[None, only(why="embeddings as a prompt are for the Python API; send text")] = None
 
@@ -134,7 +136,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     body.note_ignored()
     prompts = _prompts(body)
     if body.truncate_prompt_tokens is not None:
-        prompts = await _truncated(service, holder, model, prompts, body.truncate_prompt_tokens)
+        count = _kept_tokens(body.truncate_prompt_tokens, body.max_tokens or 1, model)
+        prompts = [await _truncated(service, holder, model, prompts, place, count) for place in range(len(prompts))]
     echoes = await _echoes(prompts, model, service.owner_of(holder)) if body.echo else []
     running = _running(service, holder, model, prompts, body)
     if body.stream:
@@ -224,25 +227,35 @@ def _prompts(body: CompletionRequest) -> list[Prompt]:
     return [OmniTokensPrompt(one) if isinstance(one, tuple) else one for one in prompt]
 
 
-async def _truncated(
-    service: Service, holder: Holder, model: ServedModel, prompts: Sequence[Prompt], count: int
-) -> list[Prompt]:
-    """The last tokens of each prompt, as many as `count` says; -1: what the model may read."""
+def _kept_tokens(count: int, answer: int, model: ServedModel) -> int | None:
+    """To how many tokens prompts are cut where the request says `count`; None: to none. -1 leaves room for `answer`."""
     limit = model.omni.orchestrator.stages[text_stage(model)].max_model_len
     if count == 0 or (limit is not None and count > limit):
         raise InvalidRequestError(
             f"must be -1 or between 1 and {limit}, which the model may read", param="truncate_prompt_tokens"
         )
-    kept: list[Prompt] = []
-    for place, prompt in enumerate(prompts):
+    if count > 0 or limit is None:
+        return count if count > 0 else None
+    if answer >= limit:
+        raise InvalidRequestError(
+            f"leaves no room for a prompt, since the model holds {limit} tokens; send a smaller one", param="max_tokens"
+        )
+    return limit - answer
+
+
+async def _truncated(
+    service: Service, holder: Holder, model: ServedModel, prompts: Sequence[Prompt], place: int, count: int | None
+) -> Prompt:
+    """The last `count` tokens of a prompt, which may be longer than the model holds."""
+    prompt = prompts[place]
+    if isinstance(prompt, OmniTokensPrompt):
+        ids = prompt.prompt_token_ids
+    elif isinstance(prompt, str):
         name = f"prompt[{place}]" if len(prompts) > 1 else "prompt"
-        names = {"prompt": name, "prompt_token_ids": name}
-        ids = await prompt_tokens(service, holder, model, prompt, RequestOptions(["text"]), names)
-        if isinstance(ids, int):
-            raise InvalidRequestError("the prompt has media; leave it out", param="truncate_prompt_tokens")
-        most = limit if count == -1 else count
-        kept.append(OmniTokensPrompt(ids if most is None else ids[-most:]))
-    return kept
+        ids = tuple(await text_tokens(service, holder, model, prompt, {"prompt": name}))
+    else:
+        raise InvalidRequestError("is for a text or tokens; leave it out", param="truncate_prompt_tokens")
+    return OmniTokensPrompt(ids if count is None else ids[-count:])
 
 
 async def _echoes(prompts: Sequence[Prompt], model: ServedModel, owner: str | None) -> list[str]:

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from omnistage.core.cancellation import Cancellation, cancellation_scope
 from omnistage.core.errors import InvalidRequestError, UnsupportedModalityError
-from omnistage.core.family import AnyProcessor, TokenSpelling, TokenText
+from omnistage.core.family import AnyProcessor, TokenText, TokenVocabulary
 from omnistage.core.params import SamplingParams
 from omnistage.core.types import OmniTokensPrompt
 from omnistage.core.validation import field_error
@@ -84,12 +84,16 @@ async def tokenize(body: TokenizeRequest, request: Request) -> JSONResponse:
     ids = await prompt_tokens(service, holder, model, prompt, options)
     if isinstance(ids, int):
         raise InvalidRequestError("has media or embeddings, which are no tokens; send text", param="messages")
+    strings = None
+    if body.return_token_strs:
+        work = partial(_spellings, model, ids)
+        strings = await _prepared(service, holder, model, OmniTokensPrompt(ids), RequestOptions(), work)
     stage = model.stage_for_params(SamplingParams)
     tokens: Tokens = {
         "count": len(ids),
         "max_model_len": None if stage is None else model.omni.orchestrator.stages[stage].max_model_len,
         "tokens": list(ids),
-        "token_strs": _spellings(model, ids) if body.return_token_strs else None,
+        "token_strs": strings,
     }
     return JSONResponse(tokens)
 
@@ -120,6 +124,15 @@ async def prompt_tokens(
     return await _prepared(service, holder, model, prompt, options, work, rename)
 
 
+async def text_tokens(service: Service, holder: Holder, model: ServedModel, text: str, rename: Rename) -> Sequence[int]:
+    """The tokens of a text, also where the model does not hold so many."""
+    processor = model.omni.processor
+    if not isinstance(processor, TokenVocabulary):
+        raise UnsupportedModalityError("this model does not tokenise text; use a text model", param="model")
+    work = partial(processor.text_tokens, text)
+    return await _prepared(service, holder, model, text, RequestOptions(["text"]), work, rename)
+
+
 async def _prepared(
     service: Service,
     holder: Holder,
@@ -143,7 +156,7 @@ async def _prepared(
 
 
 def _spellings(model: ServedModel, ids: Sequence[int]) -> list[str]:
-    if not isinstance(model.omni.processor, TokenSpelling):
+    if not isinstance(model.omni.processor, TokenVocabulary):
         raise InvalidRequestError("is not supported by this model; leave it out", param="return_token_strs")
     return model.omni.processor.spellings(ids)
 

@@ -18,10 +18,11 @@ export function leave({ entry, messages, end }) {
   }
 }
 
+const names = () => Array.from({ length: localStorage.length }, (_, index) => localStorage.key(index)).filter((one) => one.startsWith(PREFIX));
+
 /** Everything that pages have left, one conversation after the other. */
 export function* leftovers() {
-  const names = Array.from({ length: localStorage.length }, (_, index) => localStorage.key(index));
-  for (const name of names.filter((one) => one.startsWith(PREFIX))) {
+  for (const name of names()) {
     const { entry, messages, end } = JSON.parse(localStorage.getItem(name));
     yield { entry, messages: new Map(messages), end: end ?? Infinity };
   }
@@ -29,9 +30,8 @@ export function* leftovers() {
 
 export const discard = (id) => localStorage.removeItem(PREFIX + id);
 
-export function discardAll() {
-  for (const { entry } of leftovers()) discard(entry.id);
-}
+/** Whatever it is: another release may have written it. */
+export const discardAll = () => names().forEach((name) => localStorage.removeItem(name));
 
 /** A message whose files are only names, but for text files. */
 export function withoutFiles(message) {
