@@ -240,8 +240,8 @@ def test_a_note_appears_above_a_bar_that_another_console_draws(monkeypatch: pyte
         bar.add_task("loading think")
         bar.refresh()
         print_note("stopped while loading")
-    last = screen.getvalue().rpartition("stopped while loading")[2]
-    assert "loading think" in last  # it was drawn again, below
+        _, _, below = screen.getvalue().rpartition("stopped while loading")
+        assert "loading think" in below  # it was drawn again
 
 
 def test_ctrl_c_during_the_imports_ends_the_command_without_a_traceback() -> None:
