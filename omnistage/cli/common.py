@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ParamSpec
+from typing import NoReturn, ParamSpec
 
 import typer
 from rich.console import Console
@@ -102,10 +103,24 @@ def print_line(text: str) -> None:
 
 def print_interrupted(what: str) -> None:
     """What Ctrl-C has ended, below the ^C that a terminal shows."""
+    if err().is_terminal:
+        print_note("")
+    print_note(Text(what, style="red"))
+
+
+def exit_interrupted(what: str) -> NoReturn:
+    """End the process at once, where nothing can be raised."""
+    print_interrupted(what)
+    leave_bar()
+    os._exit(EXIT_INTERRUPTED)
+
+
+def leave_bar() -> None:
+    """Before a process ends while a bar is drawn: its line goes, and the cursor is shown again."""
     console = err()
     if console.is_terminal:
-        console.print()
-    print_note(Text(what, style="red"), console)
+        console.file.write("\r\x1b[2K\x1b[?25h")
+        console.file.flush()
 
 
 @contextmanager
@@ -118,8 +133,13 @@ def spinner(what: str) -> Iterator[None]:
 def print_note(text: Text | str, console: Console | None = None) -> None:
     """A line on standard error: broken between words on a terminal, whole in a log. Plain strings are dim."""
     # Text, not markup: brackets in a message are the user's.
-    console = console or err()
-    console.print(Text(text, style="dim") if isinstance(text, str) else text, soft_wrap=not console.is_terminal)
+    to = console or err()
+    with to.capture() as line:
+        to.print(Text(text, style="dim") if isinstance(text, str) else text, soft_wrap=not to.is_terminal)
+    # Where a bar of another console is drawn, `sys.stderr` writes above it; past that the bar would cover the line.
+    file = sys.stderr if console is None else to.file
+    file.write(line.get())
+    file.flush()
 
 
 def os_reason(error: OSError) -> str:

@@ -12,6 +12,33 @@ from typing import Self
 
 from omnistage.core.cancellation import Cancellation, cancellation_scope
 
+_IMPORTS = "<frozen importlib._bootstrap>"
+
+
+@contextmanager
+def ends_imports(end: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C inside the block: during an import it calls `end`, which must end the process; elsewhere it raises.
+
+    Modules in C++ call Python while they are imported, and an exception that is raised there aborts the process.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code.co_filename == _IMPORTS:
+                end()
+            frame = frame.f_back
+        raise KeyboardInterrupt
+
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 class Interrupts:
     """Ctrl-C inside the block. Python would raise an exception wherever the main thread is then: half-way into a lock,

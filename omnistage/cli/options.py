@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from omnistage.cli.common import EXIT_INTERRUPTED, err, print_interrupted, print_note, spinner
+from omnistage.cli.common import EXIT_INTERRUPTED, err, exit_interrupted, print_interrupted, print_note, spinner
+from omnistage.cli.interrupts import ends_imports
 from omnistage.core.errors import InvalidRequestError
 from omnistage.quantisation.schemes import NAMES_IN_WORDS
 
@@ -143,23 +144,25 @@ class ModelOptions:
         # On a terminal `Omni` shows progress bars instead; in a log this line says what takes the time.
         if not (progress and err().is_terminal):
             print_note(f"loading {model}")
+        interrupted = f"stopped while {model} was loading; nothing was generated"
         try:
-            with spinner(f"loading {model}"):  # importing torch and transformers takes seconds
-                from omnistage.omni import Omni
-            return Omni(
-                model,
-                config=self.config,
-                overrides=(*self.overrides, *overrides),
-                device=self.device,
-                dtype=self.dtype,
-                gpu_memory=self.gpu_memory,
-                quantize=self.quantize,
-                ray=self.ray,
-                adapters=adapter_folders(self.adapter),
-                progress=progress,
-            )
+            with ends_imports(lambda: exit_interrupted(interrupted)):
+                with spinner(f"loading {model}"):  # importing torch and transformers takes seconds
+                    from omnistage.omni import Omni
+                return Omni(
+                    model,
+                    config=self.config,
+                    overrides=(*self.overrides, *overrides),
+                    device=self.device,
+                    dtype=self.dtype,
+                    gpu_memory=self.gpu_memory,
+                    quantize=self.quantize,
+                    ray=self.ray,
+                    adapters=adapter_folders(self.adapter),
+                    progress=progress,
+                )
         except KeyboardInterrupt:
-            print_interrupted(f"stopped while {model} was loading; nothing was generated")
+            print_interrupted(interrupted)
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import typer
 from rich.text import Text
 
-from omnistage.cli.common import EXIT_INTERRUPTED, print_interrupted, print_note, spinner
+from omnistage.cli.common import EXIT_INTERRUPTED, leave_bar, print_interrupted, print_note, spinner
 from omnistage.cli.early_imports import EarlyImports
 from omnistage.cli.options import ModelOptions, adapter_folders, option
 from omnistage.cli.serve_options import AccessOptions, MediaOptions, ObservabilityOptions
@@ -202,6 +202,8 @@ def _serve(
         if tracing is not None:
             tracing.close()
     if stopped:
+        if service.loading:
+            leave_bar()
         end_process()
 
 

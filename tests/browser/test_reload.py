@@ -107,6 +107,31 @@ def test_an_edited_message_does_not_get_its_old_answer_back(page: Page, hold: Ho
     assert page.locator(".answer .words").inner_text().startswith(words)
 
 
+def test_what_is_written_in_an_editor_survives_a_busy_store(page: Page) -> None:
+    use(page, "lm", max_tokens=3)
+    ended(ask(page, "One"))
+    ended(ask(page, "Two"))
+    field = page.get_by_role("textbox", name="Edit this message")
+    page.get_by_role("button", name="Edit this message").first.click()
+    expect(field).to_be_focused()
+    busy(page)
+    field.fill("Eins, oder")
+    reload(page)
+    expect(field).to_have_value("Eins, oder")
+    expect(page.locator(".bubble")).to_have_text(["Two"])
+    field.press("Escape")
+    expect(page.locator(".bubble")).to_have_text(["One", "Two"])
+    reload(page)
+    expect(page.locator(".bubble")).to_have_text(["One", "Two"])
+    page.get_by_role("button", name="Edit this message").last.click()
+    field.fill("Zwei")
+    reload(page)
+    field.press("Enter")
+    ended(page.locator(".answer").nth(1))
+    reload(page)
+    expect(page.locator(".bubble")).to_have_text(["One", "Zwei"])
+
+
 def test_a_question_whose_answer_had_not_begun_can_be_asked_again(page: Page, hold: Hold) -> None:  # noqa: F811
     use(page, "lm", max_tokens=3)
     held = hold("lm", "thinker")

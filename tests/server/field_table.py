@@ -48,6 +48,7 @@ _CLIP_ONLY = "by voices that are fixed; CSM speaks as in the clip"
 _AB: dict[str, Any] = {"temperature": 0, "structured_outputs": {"regex": "( a| b| c| the| of){10}"}}
 """Greedily, with letters that come again."""
 _TO_B: dict[str, Any] = {"structured_outputs": {"regex": "ab"}}
+"""A short answer also without a limit of tokens, which would be a thousand of them."""
 _SAMPLED: dict[str, Row] = {
     "temperature": yes(0.0),
     "top_p": yes(0.001),
@@ -156,7 +157,7 @@ FIELDS: dict[str, dict[str, Row]] = {
         **_OF_OPENAI,
         "messages": yes([{"role": "user", "content": "Hi"}]),
         "truncate_prompt_tokens": refused(5, "a chat is never cut"),
-        "max_tokens": yes(3),
+        "max_tokens": yes(1, **_TO_B),
         "max_completion_tokens": yes(3),
         "modalities": yes(["text", "audio"], model="starter"),
         "audio": yes({"voice": "alloy", "format": "flac"}, model="starter", modalities=["text", "audio"]),
@@ -186,7 +187,7 @@ FIELDS: dict[str, dict[str, Row]] = {
     "completions": {
         **_TEXT,
         "prompt": yes("Once"),
-        "max_tokens": yes(3),
+        "max_tokens": yes(1, **_TO_B),
         "logprobs": yes(2),
         "return_tokens_as_token_ids": yes(True, logprobs=2),
         "truncate_prompt_tokens": yes(1),
@@ -202,7 +203,7 @@ FIELDS: dict[str, dict[str, Row]] = {
         **_OF_OPENAI,
         "input": yes("Hi"),
         "instructions": yes("Be brief."),
-        "max_output_tokens": yes(3),
+        "max_output_tokens": yes(1, **_TO_B),
         "stream_options": yes({"include_obfuscation": True}, stream=True),
         "text": yes({"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}),
         "text.verbosity": ignored({"verbosity": "low"}, "the model decides"),

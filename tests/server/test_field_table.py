@@ -27,7 +27,7 @@ from omnistage.server.openai.images import ImageRequest
 from omnistage.server.openai.responses.request import ResponsesRequest
 from tests.parity.adapter_checkpoints import CONFIGS, with_adapters
 from tests.server.field_table import BASE, FIELDS, Row
-from tests.server.harness import SERVE_LIMITS, Running, make, serving
+from tests.server.harness import HANG_SECONDS, SERVE_LIMITS, Running, make, serving
 from tests.server.starter_harness import service_of, starter
 from tools.make_field_table import written
 
@@ -78,8 +78,8 @@ def clip() -> bytes:
 def send(running: Running, endpoint: str, body: dict[str, Any]) -> httpx.Response:
     url = f"{running.url}/v1/{endpoint}"
     if endpoint == "audio/transcriptions":
-        return httpx.post(url, data=body, files={"file": ("a.wav", clip())}, timeout=60)
-    return httpx.post(url, json=body, timeout=60)
+        return httpx.post(url, data=body, files={"file": ("a.wav", clip())}, timeout=HANG_SECONDS)
+    return httpx.post(url, json=body, timeout=HANG_SECONDS)
 
 
 def content(answer: httpx.Response) -> tuple[int, bytes]:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from rich.cells import cell_len
 from rich.console import Console
+from rich.progress import Progress
 from typer.testing import CliRunner
 
 from omnistage.cli import app
@@ -209,6 +210,38 @@ def test_a_picture_leaves_room_for_the_conversation(size, height):
     assert len(lines) <= height - 3
     shape = size[0] / size[1] / (len(lines[0]) / (2 * len(lines)))
     assert 0.8 < shape < 1.25
+
+
+def test_ctrl_c_in_an_import_while_a_model_loads_raises_nothing_in_it() -> None:
+    """Triton's module in C++ makes Python's enums while it is imported; what is raised in them aborts the process."""
+    interrupting = (
+        "import importlib.abc, importlib.machinery, os, signal, sys\n"
+        "class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'omnistage.omni': return importlib.machinery.ModuleSpec(name, self)\n"
+        "    def exec_module(self, module):\n"
+        "        try: signal.raise_signal(signal.SIGINT)\n"
+        "        except KeyboardInterrupt: os.abort()\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from omnistage.__main__ import main\n"
+        "main()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", interrupting, "chat", "m"], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (130, "")
+    assert ended.stderr == "loading m\nstopped while m was loading; nothing was generated\n"
+
+
+def test_a_note_appears_above_a_bar_that_another_console_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr("sys.stderr", screen)
+    console = Console(file=screen, force_terminal=True, width=80)
+    with Progress(console=console, auto_refresh=False) as bar:
+        bar.add_task("loading think")
+        bar.refresh()
+        print_note("stopped while loading")
+        _, _, below = screen.getvalue().rpartition("stopped while loading")
+        assert "loading think" in below  # it was drawn again
 
 
 def test_ctrl_c_during_the_imports_ends_the_command_without_a_traceback() -> None:

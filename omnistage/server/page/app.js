@@ -142,11 +142,12 @@ const hooksOf = (of, turn) => ({ urlOf: (blob) => of.urlOf(blob), again: () => a
 function showTurn(of, turn) {
   $("empty").hidden = true;
   const edited = (text) => ask(turn, text);
+  const editing = () => keeper.edit(of);
   const listened = async (item) => {
     await hear(item, model());
     await keeper.message(of, turn); // before it is shown
   };
-  turn.question = new Question(turn, { edited, hear: listened });
+  turn.question = new Question(turn, { edited, editing, hear: listened });
   append(turn.question.element);
   if (turn.answer) append(Answer.from(turn.answer, hooksOf(of, turn)).element);
 }
@@ -276,7 +277,7 @@ async function changedElsewhere({ id, gone }) {
   } else {
     const draft = { text: $("prompt").value, attachments: attachments.items.map(attachmentRecord) };
     const kept = await load(id).catch(() => null);
-    if (kept !== null && id === conversation.id && exchange.running === null) show(await Conversation.from(kept), draft);
+    if (kept !== null && id === conversation.id && exchange.running === null) show(await Conversation.from({ ...kept, edits: conversation.edits }), draft);
   }
 }
 

@@ -9,18 +9,21 @@ const newId = () => `${Date.now().toString(36)}-${crypto.getRandomValues(new Uin
 export class Conversation {
   constructor(id = newId()) {
     this.id = id;
-    this.turns = []; // {text, attachments, answer}: the answer is a record, as `Answer` gives it
+    // {text, attachments, answer, edit}: the answer is a record, as `Answer` gives it, `edit` what its open editor has
+    this.turns = [];
     this.urls = [];
   }
 
   /** A kept conversation. */
-  static async from({ id, messages }) {
+  static async from({ id, messages, edits = [] }) {
     const conversation = new Conversation(id);
+    const edited = new Map(edits);
     for (let position = 0; position < messages.length; position += 2) {
       if (messages[position] === undefined) continue; // deleted in another tab, which this one has heard of too late
       const { text, attachments } = messages[position];
       const turn = conversation.add({ text, attachments: await Promise.all(attachments.map(restored)) });
       turn.answer = messages[position + 1] ?? null;
+      turn.edit = edited.get(position / 2) ?? null;
     }
     return conversation;
   }
@@ -30,7 +33,7 @@ export class Conversation {
   }
 
   add({ text, attachments }) {
-    const turn = { text, attachments, answer: null };
+    const turn = { text, attachments, answer: null, edit: null };
     this.turns.push(turn);
     return turn;
   }
@@ -65,12 +68,17 @@ export class Conversation {
     return words.length > MAX_TITLE ? `${words.slice(0, MAX_TITLE).trimEnd()}…` : words;
   }
 
+  /** What is written in open editors: the numbers of their turns, and the texts. */
+  get edits() {
+    return this.turns.flatMap(({ edit }, number) => (edit === null ? [] : [[number, edit]]));
+  }
+
   /** The entry for the list of conversations. */
   entry(draft) {
     const records = this.turns.flatMap((_, number) => this.records(number));
     const bytes = [...records, ...(draft ? [draft] : [])].reduce((sum, record) => sum + sizeOf(record), 0);
     const files = records.some((record) => filesOf(record).length > 0);
-    return { id: this.id, title: this.title, updated: Date.now(), bytes, files, turns: this.turns.length, draft };
+    return { id: this.id, title: this.title, updated: Date.now(), bytes, files, turns: this.turns.length, draft, edits: this.edits };
   }
 
   /** A turn as two messages for the store. */

@@ -68,6 +68,12 @@ export class Keeper {
     this.soon(TYPING);
   }
 
+  /** A message is being edited, or no longer. */
+  edit(conversation) {
+    this.job(conversation);
+    this.soon(TYPING);
+  }
+
   /** The draft that is stored of a conversation. */
   resume(conversation, draft) {
     this.drafts.set(conversation, draft);

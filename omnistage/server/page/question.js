@@ -6,17 +6,19 @@ import { render } from "./render.js";
 import { viewable } from "./viewer.js";
 
 export class Question {
-  /** `edited(text)` is called with the new text, and gives whether it was asked; `hear(item)` gives what is said in a recording, as a promise. */
-  constructor(turn, { edited, hear }) {
-    this.turn = turn;
-    this.edited = edited;
-    this.hear = hear;
+  /**
+   * `edited(text)` is called with the new text, and gives whether it was asked; `editing()` when the turn's `edit`, the text in the
+   * editor, is another; `hear(item)` gives what is said in a recording, as a promise.
+   */
+  constructor(turn, { edited, editing, hear }) {
+    Object.assign(this, { turn, edited, editing, hear });
     this.places = new Map(); // where the transcripts of recordings stand
     this.bubble = el("div", { class: "bubble" });
-    const edit = iconButton("edit", "Edit this message", () => this.edit(), "act");
+    const edit = iconButton("edit", "Edit this message", () => this.edit().focus(), "act");
     this.actions = el("div", { class: "acts" }, edit);
     this.element = el("li", { class: "message user" }, el("h3", { class: "unseen" }, "You"), this.bubble, this.actions);
     this.show();
+    if (turn.edit !== null) this.edit();
   }
 
   show() {
@@ -62,19 +64,27 @@ export class Question {
     }
   }
 
+  /** Open the editor with the message, or with what was written in it before a reload; its field. */
   edit() {
-    const field = el("textarea", { class: "editor", rows: 3, value: this.turn.text, "aria-label": "Edit this message" });
+    const field = el("textarea", { class: "editor", rows: 3, value: this.turn.edit ?? this.turn.text, "aria-label": "Edit this message" });
     const cancel = el("button", { type: "button", class: "button" }, "Cancel");
     const form = el("form", { class: "edit" }, field, el("p", { class: "row end" }, cancel, el("button", { class: "button main" }, "Send")));
+    const keep = (text) => {
+      if (text === this.turn.edit) return;
+      this.turn.edit = text;
+      this.editing();
+    };
     const close = () => {
       form.replaceWith(this.bubble);
       this.actions.hidden = false;
+      keep(null);
     };
     const cancelled = () => {
       close();
       this.actions.querySelector("button").focus();
     };
     cancel.addEventListener("click", cancelled);
+    field.addEventListener("input", () => keep(field.value));
     form.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing && event.target === field) {
         event.preventDefault();
@@ -92,6 +102,6 @@ export class Question {
     });
     this.bubble.replaceWith(form);
     this.actions.hidden = true;
-    field.focus();
+    return field;
   }
 }
