@@ -68,8 +68,9 @@ def test_a_reload_loses_nothing(page: Page, watched: Watched, tmp_path: Path) ->
     assert "remember the milk" in messages[2]["content"][0]["text"]
 
 
-def test_an_answer_that_a_reload_cut_short_is_there(page: Page) -> None:
+def test_an_answer_that_a_reload_cut_short_is_there(page: Page, hold: Hold) -> None:  # noqa: F811
     use(page, "lm", max_tokens=1500)
+    hold("lm", "thinker", 8)  # or it ends before a slow browser reloads
     answer = ask(page, "Never ending")
     expect(answer.locator(".words")).not_to_be_empty(timeout=SLOW)
     kept(page, "messages[1]?.text")

@@ -45,7 +45,7 @@ const past = new Past({ current: () => conversation.id, open, deleted, problem: 
 const keeper = new Keeper(notKept, () => past.draw());
 const exchange = new Exchange({ timeline, busy, grown: (...of) => keeper.answer(...of) });
 const microphone = setUpMicrophone(attachments, notice);
-const talk = new Talk({ notice, turn: spokenTurn, answer: spokenAnswer, grown: spokenGrown, spoken: (...of) => exchange.showSpeech(...of), answered, changed: talking });
+const talk = new Talk({ notice, turn: spokenTurn, answer: spokenAnswer, grown: (view) => keeper.answer(view.of, view.turn, view), spoken: (...of) => exchange.showSpeech(...of), answered, changed: talking });
 
 function notice(text = "") {
   $("notice").textContent = text;
@@ -205,10 +205,6 @@ function spokenAnswer() {
   Object.assign(view, { turn, of: conversation });
   append(view.element);
   return view;
-}
-
-function spokenGrown(view) {
-  keeper.answer(view.of, view.turn, view);
 }
 
 async function answered(view, how, failure) {
